@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import WORD_ID, PacedEngine, server_of, settings_of
+from benchmarks.engines import WORD_ID, PacedEngine, settings_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from configs.schema import ServerConfig
+from mocked_server.check.trial import server_of
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
@@ -116,8 +117,11 @@ async def serve_understudy(settings: Settings) -> None:
     with Ledger(Path(settings.ledger)) as ledger:
         keys = KeyRing()
         processes = _processes(settings, keys=keys, ledger=ledger) if settings.processes > 1 else None
-        server, pool = server_of(own, ledger, args=args, max_running=settings.episodes, keys=keys, processes=processes)
-        engine = _engine(settings, make_vllm_config(args), decode=server._client.renderer.get_tokenizer().decode)
+        vllm_config = make_vllm_config(args)
+        server, pool = server_of(
+            own, ledger, args=args, vllm_config=vllm_config, max_running=settings.episodes, keys=keys, processes=processes,
+        )  # fmt: skip
+        engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
         keeping = None
         if isinstance(engine, EngineFleet):
             await engine.start()

@@ -26,8 +26,7 @@ import transformers
 from benchmarks.harness import ROOT, RunFailed, parser_of, play, whole_run
 from benchmarks.learner import long_tailed_rows, run_side
 from benchmarks.learner_costs import QWEN3_06B, Shape, peaks, predicted_items, qwen3
-from benchmarks.learner_sides import MIB, policy_logprobs
-from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, grad_difference, measure_tree
+from benchmarks.learner_sides import MEDIUM, MIB, SMALL, TreeShape, grad_difference, measure_tree, policy_logprobs
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
 from learner.placement.memory import CUDA_BYTES, total

@@ -5,7 +5,7 @@ length, each in a process of its own, one after another and in turn; a side's ti
 the first. `update` is forward, backward, clipping and AdamW; `step` has the pass for the log-probabilities before the
 update as well. Speed-ups are quotients of update times. `rank_peak_share` and
 `predicted_peak_error` are about memory, see `benchmarks.learner_costs`; `mfu_cpu` and `outside_share` about what else a step takes
-its time for, see `benchmarks.learner_costs`; the figures of the prefix tree, see `benchmarks.prefix_tree`.
+its time for, see `benchmarks.learner_costs`; the figures of the prefix tree, see `benchmarks.learner_sides`.
 
 The padded sides are the product with other micro-batches: `padded` takes rows as they come, as many as fit the token
 budget when all are as long as the longest; `sorted_padded` puts rows of like length together. TRL comes from an
@@ -28,8 +28,7 @@ import numpy as np
 
 from benchmarks.harness import ROOT, RunFailed, call, medians, parser_of, play, run_to_end, table
 from benchmarks.learner_costs import measure_efficiency, measure_long_row, measure_memory
-from benchmarks.learner_sides import Rows, train
-from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
+from benchmarks.learner_sides import MEDIUM, SMALL, Rows, TreeShape, measure_tree, train
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.layers import Work, matmul_rate
 from learner.model.load import empty_model

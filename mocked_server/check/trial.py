@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffers.errors import RequestRefused
 from buffers.ledger.ledger import Ledger
@@ -34,6 +34,9 @@ from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
+
+if TYPE_CHECKING:
+    from mocked_server.vllm.engine_arguments import EngineSettings
 
 MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about two letters
 MAX_ERRORS = 20
@@ -166,15 +169,12 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
     from mocked_server.vllm.engine import VLLMEngine
     from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
-    rollout, server_config = (
-        RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
-        ServerConfig(tool_parser="hermes"),
-    )
     with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
         model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
         settings = EngineSettings(
-            model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=server_config
-        )
+            model_path=model, served_name="policy", dtype="float32", server=ServerConfig(tool_parser="hermes"),
+            rollout=RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
+        )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vars(args).update(REHEARSAL_ARGUMENTS)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
@@ -182,7 +182,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
         await engine.start()
         try:
             with Ledger(None) as ledger:
-                server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
+                server, _ = server_of(settings, ledger, args=args, vllm_config=vllm_config)
                 rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
                 generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
@@ -200,27 +200,20 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
             await engine.close()
 
 
-def _server(
-    ledger: Ledger, *, args: Any, vllm_config: Any, rollout: RolloutConfig, config: ServerConfig
-) -> MockedServer:
+def server_of(
+    settings: EngineSettings, ledger: Ledger, *, args: Any, vllm_config: Any, max_running: int = 1, **more: Any
+) -> tuple[MockedServer, TaskPool]:
+    """A server as the pipeline has it, not started yet, and the pool of its tasks, each in a group of one. `args` and
+    `vllm_config`: of the settings; `more`: of `MockedServer`."""
     pool = TaskPool(
-        ledger,
-        group_size=1,
-        groups_per_step=1,
-        max_policy_lag=None,
-        max_running=1,
-        deadline_s=1e6,
+        ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=max_running, deadline_s=1e6,
         max_attempts=1,
-    )
-    rounds = MultiRoundBufferDataset(ledger)
-    return MockedServer(
-        args=args,
-        vllm_config=vllm_config,
-        rollout=rollout,
-        server=config,
-        pool=pool,
-        notify_score_fn=rounds.notify_score,
-    )
+    )  # fmt: skip
+    server = MockedServer(
+        args=args, vllm_config=vllm_config, rollout=settings.rollout, server=settings.server, pool=pool,
+        notify_score_fn=MultiRoundBufferDataset(ledger).notify_score, **more,
+    )  # fmt: skip
+    return server, pool
 
 
 async def run_agent(
