@@ -74,10 +74,7 @@ format: $(READY)
 docs: $(READY)  ## write the pages that are made from code and from the benchmarks' reports
 	$(PY) -m configs.keys --markdown > docs/configuration.md
 	$(PY) scripts/code_map.py > docs/code-map.md
-	$(PY) scripts/results_page.py --write
-	$(PY) scripts/refused_fields.py --write
-	$(PY) scripts/models_page.py --write
-	$(PY) scripts/outgoing_table.py --write
+	$(PY) scripts/made_pages.py --write
 
 clean:
 	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

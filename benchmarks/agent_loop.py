@@ -125,9 +125,9 @@ async def measure_concurrency(agents: Agents, *, episodes: int) -> dict[str, flo
     }
 
 
-async def measure_tail(agents: Agents, *, share: float, seconds: float, seed: int = 0) -> float:
+async def measure_tail(agents: Agents, *, share: float, seconds: float) -> float:
     """Ordinary episodes ended in a second, with this share of slow ones, after the first fifth."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     until = time.monotonic() + seconds
     counted_from = until - 0.8 * seconds
     ended = 0

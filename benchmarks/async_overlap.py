@@ -16,20 +16,16 @@ import argparse
 import json
 import math
 import os
-import sqlite3
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-from benchmarks.harness import parser_of, play, table, whole_run
+from benchmarks.harness import medians, parser_of, play, table, whole_run
 from env_adapters.walk.game import MAX_MOVES
-from env_adapters.walk.server import tail_draw
 
 ASYNC_LAG = 12
 """Bound of the asynchronous runs, in versions. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to
@@ -52,7 +48,7 @@ class Shape:
     factor: float
 
 
-READ = [f"time/{name}_s" for name in ("step", "update", "train", "prepare", "wait", "engine_idle")]
+READ = [f"time/{name}_s" for name in ("step", "train", "prepare", "wait", "engine_idle")]
 READ += ["staleness/mean", "staleness/max"]
 """Metrics of a step."""
 NONE = Shape(name="none", share=0.0, factor=1.0)
@@ -76,8 +72,7 @@ class Bench:
         settings = [f"run.steps={self.steps}", f"run.seed={seed}", f"env.command={json.dumps(command)}"]
         settings += [f"buffer.max_policy_lag={lag}", "warm_start.steps=20", *self.overrides, *extra]
         load, began = os.getloadavg()[0], time.monotonic()
-        whole_run(self.folder, name, *settings)
-        figures = read_figures(self.folder / name, share=shape.share, seed=seed)
+        figures: dict[str, Any] = read_figures(whole_run(self.folder, name, *settings))
         figures |= {"load_before": load, "load_after": os.getloadavg()[0]}
         shown = " ".join([f"{shape.name:>13} {'async' if lag else 'sync':>5} seed {seed}", *extra])
         print(
@@ -89,57 +84,24 @@ class Bench:
         return figures
 
 
-def read_figures(folder: Path, *, share: float, seed: int) -> dict[str, Any]:
-    """The figures of a finished run. Times (seconds) and shares (0 to 1 of the time) are those of the steps after the first, so
-    nothing of the start-up is in them; counts are of all episodes of the run, also of those that were never trained.
-
-    `update_s` an update, `epoch_s` a pass over a batch, without its preparation; `engine_idle`: no generation is under way;
-    `made_per_used`: episodes scored for each one trained, below 1 where a stock from the first step was used up; `stale`: ended, or
-    scored and not trained, because they (or an episode of their group) grew too old; `slow`: of the environment's tail (`share` and
-    `seed`), of which `unfinished` ones are still in play, or wait for the rest of a batch."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    first, *steps = [line for line in lines if line["step"] >= 1]
-    if not steps:
-        raise ValueError(f"{folder} must hold a run of at least 2 steps, got 1; set --steps 2")
-    of = {name: [float(step[name]) for step in steps] for name in READ}
-    total_s, fates = sum(of["time/step_s"]), _fates(folder / "ledger.sqlite")
+def read_figures(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures of a run's steps. Times (seconds) and shares (0 to 1 of the time) are those of the steps after the first,
+    so nothing of the start-up is in them. `epoch_s`: a pass over a batch, without its preparation; `engine_idle`: no
+    generation is under way."""
+    later = [step for step in steps if step["step"] > 1]
+    if not later:
+        raise ValueError("a run must make at least 2 steps, got 1; set --steps 2")
+    of = {name: [float(step[name]) for step in later] for name in READ}
     # the engine's idle time is counted from report to report, which may be more than a step's own time
     reported_s = sum(map(max, of["time/step_s"], of["time/engine_idle_s"]))
-    slow = Counter(fate for name, fate in fates.items() if tail_draw(name, seed=seed) < share)
-    every = Counter(fates.values())
     return {
         "step_s": mean(of["time/step_s"]),
-        "update_s": mean(of["time/update_s"]),
         "epoch_s": mean(of["time/train_s"]) - mean(of["time/prepare_s"]),
-        "learner_idle": sum(of["time/wait_s"]) / total_s,
+        "learner_idle": sum(of["time/wait_s"]) / sum(of["time/step_s"]),
         "engine_idle": sum(of["time/engine_idle_s"]) / reported_s,
         "mean_lag": mean(of["staleness/mean"]),
         "max_lag": max(of["staleness/max"]),
-        "made_per_used": (steps[-1]["pool/scored"] - first["pool/scored"]) / sum(s["batch/episodes"] for s in steps),
-        "stale_share": every["stale"] / max(1, every["stale"] + every["trained"]),
-        "startup_s": json.loads((folder / "summary.json").read_text(encoding="utf-8"))["startup_s"],
-        **{fate: every[fate] for fate in ("trained", "stale", "failed")},
-        "slow": sum(slow.values()),
-        **{f"slow_{fate}": slow[fate] for fate in ("trained", "stale", "unfinished")},
     }
-
-
-def _fates(ledger: Path) -> dict[str, str]:
-    """Id of each episode that was started -> trained, stale, failed or unfinished."""
-    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
-        rows = db.execute(
-            "SELECT episode_id, episode.state, grp.state, grp.reason FROM episode JOIN grp USING (group_id) "
-            "WHERE episode.version IS NOT NULL"
-        ).fetchall()
-    return {episode_id: _fate(state, group=group, reason=reason) for episode_id, state, group, reason in rows}
-
-
-def _fate(state: str, *, group: str, reason: str | None) -> str:
-    if state == "failed":
-        return "failed"
-    if group == "evicted":
-        return "stale" if reason == "stale" else "failed"
-    return "trained" if group == "trained" else "unfinished"
 
 
 def move_ms_for(step_s: float) -> float:
@@ -169,12 +131,8 @@ def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure; counts are summed; the runs themselves are kept."""
-    middle = {
-        name: sum(run[name] for run in runs) if isinstance(value, int) else median(run[name] for run in runs)
-        for name, value in runs[0].items()
-    }
-    return middle | {"runs": runs}
+    """The median of each figure; the runs themselves are kept."""
+    return medians(runs, *runs[0]) | {"runs": runs}
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -202,9 +160,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
 
 
 def shown(parts: dict[str, Any]) -> str:
-    """The results for a person. made_per_used: episodes scored for each one trained, after the first step."""
-    names = ("step_s", "learner_idle", "engine_idle", "mean_lag", "max_lag", "made_per_used", "trained", "stale")
-    slow = ("slow", "slow_trained", "slow_stale", "slow_unfinished")
+    """The results for a person."""
     return table(
         [
             {
@@ -212,7 +168,7 @@ def shown(parts: dict[str, Any]) -> str:
                 "ms/move": part.get("move_ms", 0.0),
                 "flow": flow,
                 "speed-up": f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else "",
-                **{each: part[flow][each] for each in (*names, "stale_share", *slow)},
+                **{each: part[flow][each] for each in ("step_s", "learner_idle", "engine_idle", "mean_lag", "max_lag")},
             }
             for name, part in parts.items()
             for flow in ("sync", "async")

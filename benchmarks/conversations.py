@@ -39,15 +39,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
-from benchmarks.engines import output_of, server_of, settings_of
+from benchmarks.dialect_agents import DIALECTS, HABITS, TOOL, Agent
+from benchmarks.engines import output_of, settings_of
 from benchmarks.harness import parser_of, play
-from benchmarks.processes.dialect_agents import DIALECTS, HABITS, TOOL, Agent
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Round, Row, Task
 from buffers.training_rows import episode_rows
 from configs.schema import ServerConfig
 from learner.startup.model_and_tasks import plain_folder
-from mocked_server.check.scripted_replies import LINE
+from mocked_server.check.report import LINE
+from mocked_server.check.trial import server_of
 from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff, spelled
 from mocked_server.generation import Generation
 from mocked_server.vllm.engine import VLLMEngine
@@ -212,7 +213,7 @@ class Stage:
         if self._engine is not None:
             await self._engine.start()
         self.ledger = Ledger(None)
-        self.server, self.pool = server_of(settings, self.ledger, args=args)
+        self.server, self.pool = server_of(settings, self.ledger, args=args, vllm_config=make_vllm_config(args))
         says: Any = LineEngine(self.family, tokenizer=self.tokenizer)
         if self._engine is not None:
             says = TrialEngine(self._engine, tokenizer=self.tokenizer)

@@ -1,17 +1,15 @@
-"""Real engines and servers of the benchmarks, and what made-up engines answer. Keys of `rollout` are named as in its schema."""
+"""Real engines of the benchmarks, and what made-up engines answer. Keys of `rollout` are named as in its schema."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from buffers.ledger.ledger import Ledger
-from buffers.multi_round import MultiRoundBufferDataset
-from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.server import MockedServer
+from mocked_server.fleet.member import EngineFigures, Sampled
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
@@ -29,21 +27,6 @@ def settings_of(
 def engine_of(model: Path, *, name: str = "e0", weights: tuple[Path, int] | None = None, **settings: Any) -> VLLMEngine:
     """A real engine in this process, not started yet."""
     return VLLMEngine(make_vllm_config(make_args(settings_of(model, **settings))), name=name, weights=weights)
-
-
-def server_of(
-    settings: EngineSettings, ledger: Ledger, *, args: Namespace, max_running: int = 1, **more: Any
-) -> tuple[MockedServer, TaskPool]:
-    """The server as the pipeline has it, not started yet, and the pool of its tasks."""
-    pool = TaskPool(
-        ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=max_running, deadline_s=1e6,
-        max_attempts=1,
-    )  # fmt: skip
-    server = MockedServer(
-        args=args, vllm_config=make_vllm_config(args), rollout=settings.rollout, server=settings.server, pool=pool,
-        notify_score_fn=MultiRoundBufferDataset(ledger).notify_score, **more,
-    )  # fmt: skip
-    return server, pool
 
 
 def output_of(
@@ -64,3 +47,120 @@ def output_of(
         weight_versions=[WeightVersionSpan(str(version), 0, done or len(ids))],
     )  # fmt: skip
     return RequestOutput(request_id, None, [], None, [completion], finish is not None)
+
+
+# An engine that gives tokens by the clock, or at once, and costs nothing, for measuring what is in front of engines; it is a
+# member of a fleet as a real one. With `room` it slows down as real ones do whose memory is the bound: by the tokens that its
+# generations hold, and by prompts that its cache lacks.
+
+WORD_ID = 100
+"""What it says, over and over."""
+TICK_S = 0.01
+
+
+class PacedEngine:
+    """`token_s`: seconds of one token; 0: the whole answer at once. `room`: tokens that it holds at full speed; None: any number.
+    `prefill_s`: seconds of one prompt token that is not in its cache, which has every prompt that it saw."""
+
+    def __init__(
+        self, name: str, *, token_s: float, word: str = "x", room: int | None = None, prefill_s: float = 0.0
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self.is_up = True
+        self._token_s = token_s
+        self._word = word
+        self._room = room
+        self._prefill_s = prefill_s
+        self._cached: set[int] = set()
+        """Hashes of prompts, and of prompts with their answers."""
+        self._held = 0
+        self._running = 0
+        self.sampled_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        sampled: Sequence[Sampled] = (),
+        **_: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """`max_tokens` equal tokens: one output, or one for each token when it streams."""
+        from vllm.sampling_params import RequestOutputKind
+
+        total, prompt = params.max_tokens, len(prompt_token_ids)
+        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
+        self._held += prompt + total
+        self._running += 1
+        try:
+            if self._room is not None:
+                await self._take(total, prompt_token_ids)
+                yield self._output(request_id, total, total, finished=True, params=params)
+            else:
+                for done in range(total if at_once else 1, total + 1):
+                    if self._token_s:
+                        await asyncio.sleep(self._token_s * (total if at_once else 1))
+                    yield self._output(request_id, total if at_once else 1, done, finished=done == total, params=params)
+        finally:
+            self._held -= prompt + total
+            self._running -= 1
+
+    async def _take(self, tokens: int, prompt: list[int]) -> None:
+        """Wait as long as this takes under the load of each moment."""
+        assert self._room is not None
+        ids = tuple(prompt)
+        known = max((end for end in range(len(ids), 0, -64) if hash(ids[:end]) in self._cached), default=0)
+        self._prompt_tokens += len(ids)
+        self._cached_tokens += known
+        left = tokens * self._token_s + (len(ids) - known) * self._prefill_s
+        while left > 0:
+            await asyncio.sleep(TICK_S)
+            left -= TICK_S * min(1.0, self._room / self._held)
+        self._cached |= {hash(ids[:end]) for end in range(len(ids), 0, -64)}
+
+    def _output(self, request_id: str, count: int, done: int, *, finished: bool, params: Any) -> Any:
+        self.sampled_tokens += count
+        return output_of(
+            request_id, [WORD_ID] * count, text=self._word * count, version=self.version, done=done,
+            logprobs=equal_logprobs(count) if params.logprobs is not None else None, finish="length" if finished else None,
+        )  # fmt: skip
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
+
+    async def start(self) -> None: ...
+    async def restart(self) -> None: ...
+    async def until_dead(self) -> None:
+        """It never dies."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None: ...
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """It has none."""
+        self.version = version
+        return 0.0
+
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
+
+    def figures(self) -> EngineFigures:
+        return EngineFigures(
+            name=self.name, is_up=True, version=self.version, running=self._running, waiting=0, tokens_held=self._held,
+            kv_capacity=self._room or 0, sampled_tokens=self.sampled_tokens, prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens, preemptions=0, restarts=0,
+        )  # fmt: skip
+
+
+@cache
+def equal_logprobs(count: int) -> Any:
+    """Log-probabilities of `count` tokens, as the real engine gives them when only the sampled ones are asked for."""
+    from vllm.logprobs import FlatLogprobs
+
+    table = FlatLogprobs()
+    for _ in range(count):
+        table.append_fast([WORD_ID], [-0.5], [1], [None])
+    return table

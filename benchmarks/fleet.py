@@ -41,11 +41,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.engines import engine_of
+from benchmarks.engines import PacedEngine, engine_of
 from benchmarks.gateway import LATER, WORDS, servers
+from benchmarks.gateway_server import Settings
 from benchmarks.harness import in_turn, parser_of, play
-from benchmarks.processes.gateway_server import Settings
-from benchmarks.processes.paced_engine import PacedEngine
 from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.engine_fleet import Caller, EngineFleet
 from mocked_server.vllm.engine_arguments import set_process_environment

@@ -31,9 +31,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gateway_load import Plan
+from benchmarks.gateway_server import Settings
 from benchmarks.harness import ROOT, free_port, medians, parser_of, play
-from benchmarks.processes.gateway_load import Plan
-from benchmarks.processes.gateway_server import Settings
 from configs.tiny_model import make_tiny_model
 
 KINDS = ("vllm", "understudy")
@@ -53,7 +53,7 @@ class Server:
         self.kind = kind
         self._log = log.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.processes.gateway_server", kind, json.dumps(asdict(settings))],
+            [sys.executable, "-m", "benchmarks.gateway_server", kind, json.dumps(asdict(settings))],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,7 +88,7 @@ class Server:
         """Run the agents; adds `cpu_ms_per_round`, the server's own processor time. Raises RuntimeError when requests failed."""
         before = self.cpu_s()
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.processes.gateway_load"],
+            [sys.executable, "-m", "benchmarks.gateway_load"],
             cwd=ROOT,
             input=json.dumps(asdict(plan)).encode(),
             capture_output=True,

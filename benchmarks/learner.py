@@ -3,9 +3,9 @@
 `python -m benchmarks.learner [--quick] [--json PATH]`. All sides train the same small model on the same rows of long-tailed
 length, each in a process of its own, one after another and in turn; a side's time is the median over its steps, without
 the first. `update` is forward, backward, clipping and AdamW; `step` has the pass for the log-probabilities before the
-update as well. Speed-ups are quotients of update times unless their name says otherwise. `rank_peak_share` and
-`predicted_peak_error` are about memory, see `benchmarks.learner_memory`; `mfu_cpu` and `outside_share` about what else a step takes
-its time for, see `benchmarks.learner_efficiency`; the figures of the prefix tree, see `benchmarks.prefix_tree`.
+update as well. Speed-ups are quotients of update times. `rank_peak_share` and
+`predicted_peak_error` are about memory, see `benchmarks.learner_costs`; `mfu_cpu` and `outside_share` about what else a step takes
+its time for, see `benchmarks.learner_costs`; the figures of the prefix tree, see `benchmarks.learner_sides`.
 
 The padded sides are the product with other micro-batches: `padded` takes rows as they come, as many as fit the token
 budget when all are as long as the longest; `sorted_padded` puts rows of like length together. TRL comes from an
@@ -27,10 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT, RunFailed, call, medians, parser_of, play, run_to_end, table
-from benchmarks.learner_efficiency import measure_efficiency
-from benchmarks.learner_memory import measure_long_row, measure_memory
-from benchmarks.learner_sides import Rows, train
-from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
+from benchmarks.learner_costs import measure_efficiency, measure_long_row, measure_memory
+from benchmarks.learner_sides import MEDIUM, SMALL, Rows, TreeShape, measure_tree, train
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.layers import Work, matmul_rate
 from learner.model.load import empty_model
@@ -112,27 +110,24 @@ def measure_sides(
 def summarise(runs: list[dict[str, Any]], *, rows: Rows) -> dict[str, Any]:
     """Medians over all steps of all runs; tokens per second of updating."""
     steps = [step for run in runs for step in run["steps"]]
-    middle = medians(steps, "step_s", "update_s", "cpu_s")
+    middle = medians(steps, "step_s", "update_s")
     return {
         **middle,
         "trained_tokens_per_s": float(rows.mask.sum()) / middle["update_s"],
         "tokens_per_s": float(rows.lengths.sum()) / middle["update_s"],
         "peak_memory_mb": median(run["peak_memory_mb"] for run in runs),
-        "padding_share": runs[0]["padding_share"],
         "grad_norm": runs[0]["warm_up"]["grad_norm"],
         "runs": runs,
     }
 
 
 def compare(parts: dict[str, Any]) -> dict[str, Any]:
-    """How many times as fast as each rival packed rows are, by wall time of an update, and by CPU time of a whole step."""
+    """How many times as fast as each rival packed rows are, by the time of an update."""
     ours = parts["packed"]
     figures = {"trained_tokens_per_s": ours["trained_tokens_per_s"], "peak_memory_mb": ours["peak_memory_mb"]}
     for side in ("padded", "sorted_padded", "trl"):
         if side in parts:
             figures[f"speedup_vs_{side}"] = parts[side]["update_s"] / ours["update_s"]
-            figures[f"speedup_vs_{side}_whole_step"] = parts[side]["step_s"] / ours["step_s"]
-            figures[f"speedup_vs_{side}_cpu"] = parts[side]["cpu_s"] / ours["cpu_s"]
             figures[f"grad_norm_difference_{side}"] = abs(parts[side]["grad_norm"] / ours["grad_norm"] - 1.0)
     if "two_ranks" in parts:
         figures["speedup_2_ranks"] = ours["update_s"] / parts["two_ranks"]["update_s"]
@@ -142,7 +137,7 @@ def compare(parts: dict[str, Any]) -> dict[str, Any]:
 
 def shown(parts: dict[str, Any]) -> str:
     """The results for a person."""
-    names = ("update_s", "step_s", "cpu_s", "trained_tokens_per_s", "tokens_per_s", "padding_share", "peak_memory_mb")
+    names = ("update_s", "step_s", "trained_tokens_per_s", "tokens_per_s", "peak_memory_mb")
     packed = parts["packed"]["update_s"]
     return table(
         [

@@ -3,7 +3,7 @@
 `python -m benchmarks.models --json PATH [--only NAME ...] [--skip-engine] [--transformers4 PYTHON]`. Each family of
 `benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
 with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
-from that folder (`benchmarks.model_sides`), against transformers' own forward of what was read and of what was saved, this
+from that folder (`learner_steps`), against transformers' own forward of what was read and of what was saved, this
 environment's and that of `--transformers4`. A run that is refused is begun again with each of `NEEDS`. The file is
 written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
 
@@ -18,19 +18,30 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from transformers import AutoConfig
 
-from benchmarks import model_sides
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, run_to_end
+from benchmarks.learner_sides import make_trainer, stem_rows
+from benchmarks.rivals.read_folder import read
+from configs.tiny_model import make_tiny_model
+from learner.model.load import load_policy
+from learner.model.policy import Policy
 from learner.startup.run_folder import CONFIG
+from learner.training.layout import plain_tokens
+from learner.training.packing import PaddedSequences, Sequences
+from learner.training.trainer import Trainer
 
 LIMIT_S = 300.0
 READER = ROOT / "benchmarks" / "rivals" / "read_folder.py"
@@ -162,11 +173,11 @@ def apart(one: Any, other: Any) -> float | str:
 def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -> dict[str, Any]:
     """The learner alone, from `folder`; `model`: the folder that the family was made as."""
     found, parts = dict[str, Any](), dict[str, Any]()
-    for part, saved, lora in (("learner", "saved", None), ("lora", "merged", model_sides.LORA)):
+    for part, saved, lora in (("learner", "saved", None), ("lora", "merged", LORA)):
         given = {"folder": work.folder, "limit_s": work.limit_s, "model": folder, "saved": work.folder / saved}
 
         def steps(part: str = part, lora: Any = lora, given: dict[str, Any] = given) -> None:
-            (parts[part],) = call(model_sides.steps, lora=lora, **given)
+            (parts[part],) = call(learner_steps, lora=lora, **given)
 
         end, output = work.end_of(steps, log=work.folder / "call.log")
         failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
@@ -182,7 +193,7 @@ def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -
 
 
 def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
-    """A part's record, from what `model_sides.steps` says."""
+    """A part's record, from what `learner_steps` says."""
     if "refused" in seen:
         return {"end": "refused", "said": work.said(seen["refused"])}
     started, saved = (apart(seen[key], seen[f"{key}_of_transformers"]) for key in ("start", "end"))
@@ -226,10 +237,10 @@ def totals(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def padded_cost(*, limit_s: float) -> dict[str, Any]:
-    """Of `benchmarks.model_sides`."""
-    given = {"repeats": 5, "model": model_sides.MODEL, "batch": model_sides.BATCH}
+    """Of `passes_cost`."""
+    given = {"repeats": 5, "model": MODEL, "batch": BATCH}
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
-        (found,) = call(model_sides.padded_cost, folder=Path(scratch), limit_s=limit_s, **given)
+        (found,) = call(passes_cost, folder=Path(scratch), limit_s=limit_s, **given)
     return dict(found)
 
 
@@ -274,6 +285,74 @@ def main(argv: list[str] | None = None) -> int:
         "--limit", type=float, default=LIMIT_S, metavar="S", help=f"of each process (default {LIMIT_S:g})"
     )
     return play("models", parser.parse_args(argv), measure)
+
+
+# The learner's part, called in processes of its own: steps on a family's model, with all weights and with LoRA, in float32;
+# and what rows beside one another cost over packed ones, where both are right. A part that is refused has the sentence; one
+# that fails otherwise ends the process. It compares nothing.
+
+LORA = {"rank": 4, "alpha": 8.0}
+MODEL: dict[str, Any] = {"hidden": 512, "layers": 12, "ffn": 1536, "heads": 8, "kv_heads": 4}
+"""A Qwen3 of 38 million weights, for the cost of padding."""
+BATCH: dict[str, Any] = {"groups": 1, "rows": 8, "stem": 256, "tails": (164, 400)}
+TOKEN_BUDGET = 8192
+
+
+def learner_steps(
+    *, model: str, saved: str, lora: dict[str, Any] | None, address: str, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Two steps from a folder to another one: `saved` or `merged`. `start`, `end`: log-probabilities of the row of `ids`, and what
+    transformers makes of the folder and of the one that was saved."""
+    try:
+        return _learner_steps(model, saved=saved, lora=lora, address=address)
+    except ValueError as error:  # how the learner refuses a model
+        return {"refused": " ".join(str(error).split())}
+
+
+def _learner_steps(model: str, *, saved: str, lora: dict[str, Any] | None, address: str) -> dict[str, Any]:
+    keys = {"advantage": "grpo", "critic": "none", "lr": 1e-3, "lr_warmup_steps": 0, "correction": "none"}
+    keys |= {"check_logprobs": False, "lora": lora or {}}
+    trainer = make_trainer(Trainer, keys, model=model, address=address, keep_versions=2)
+    try:
+        ids = trainer.probe_prompt()
+        tokens = plain_tokens(AutoConfig.from_pretrained(model))
+        batch = stem_rows(groups=2, rows=4, stem=40, tails=(10, 40), tokens=tokens).batch()
+        start = trainer.logprobs_of(ids, last=len(ids) - 1)
+        for _ in range(2):
+            trainer.train_step(batch, version=0)
+        trainer.save_pretrained(Path(saved))
+        end = trainer.logprobs_of(ids, last=len(ids) - 1)
+        layout = trainer.layout_line()
+    finally:
+        trainer.close()
+    return {
+        "layout": layout, "ids": ids, "start": start, "end": end,
+        "start_of_transformers": read(model, ids), "end_of_transformers": read(saved, ids),
+        "adapter": sorted(path.name for path in (Path(saved) / "adapter").glob("*")),
+    }  # fmt: skip
+
+
+def pass_s(policy: Policy, sequences: Sequences) -> float:
+    """CPU time of one pass forth and back over all rows."""
+    began = time.process_time()
+    policy.zero_grad()
+    for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=TOKEN_BUDGET):
+        policy(sequences.micro_batch(piles[0], device=torch.device("cpu")), temperature=1.0).logprobs.sum().backward()
+    return time.process_time() - began
+
+
+def passes_cost(*, repeats: int, model: dict[str, Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """`padded_cost`, and what it is the quotient of: passes in turn, in CPU seconds of a single thread, so that what others do on
+    the machine counts little."""
+    torch.set_num_threads(1)
+    packed = stem_rows(tokens=np.arange(9, 500), **batch).sequences()
+    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
+        policy = load_policy(make_tiny_model(Path(folder) / "model", **model), device=torch.device("cpu"))
+    ways = {"packed_s": packed, "padded_s": PaddedSequences(packed)}
+    turns = [{way: pass_s(policy, sequences) for way, sequences in ways.items()} for _ in range(repeats + 1)]
+    taken = {way: [turn[way] for turn in turns[1:]] for way in ways}  # the first one warms up
+    weights = sum(each.numel() for each in policy.parameters())
+    return {"padded_cost": median(taken["padded_s"]) / median(taken["packed_s"]), "weights": weights, **taken}
 
 
 if __name__ == "__main__":

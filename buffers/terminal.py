@@ -7,8 +7,9 @@ control characters that get through.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 from unicodedata import category
 
@@ -52,3 +53,22 @@ def guard_output() -> None:
         stream = getattr(sys, name)
         if not isinstance(stream, GuardedStream):
             setattr(sys, name, GuardedStream(stream))
+
+
+# What commands that print do when their reader leaves, as in `understudy keys | head`.
+
+READER_LEFT = 141
+"""The exit code that a shell gives a program which SIGPIPE has ended."""
+
+
+def printing(command: Callable[[], int]) -> int:
+    """The command's exit code; `READER_LEFT`, without a word, where nobody reads what it prints any more."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains when it flushes at the end
+        return READER_LEFT

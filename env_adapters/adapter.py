@@ -1,7 +1,7 @@
 """`EnvAdapter`: an environment that is played with messages; and `WithDeadlines`, which gives each of its calls a
 deadline.
 
-`agents.loops.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is
+`agents.loops.env_agent` plays adapters and has them made by name, here. One adapter is one episode's: it is
 reset once, stepped until it says done, asked for its score, and closed. Invariants of `WithDeadlines`, whatever is
 inside it: no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is
 checked (messages with a role and a text, a finite score). A library that blocks runs in a `WorkerThread`
@@ -12,12 +12,14 @@ and it knows no tokens.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
+from buffers.did_you_mean import one_of
 from buffers.errors import EnvError
 from buffers.records import Task
 from env_adapters.guarded_calls import CallResult, call_with_deadline
@@ -139,3 +141,40 @@ class WithDeadlines(EnvAdapter):
 
 def _is_message(one: object) -> bool:
     return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+
+
+# Adapters by name: `make_adapter("guessing_game", {"high": 10})`. What may be made is what a configuration names, here or as
+# `module.Class`, and nothing else: a task's row never names code. An adapter's module is imported when it is made, so that an
+# environment that is not played needs no package.
+
+ADAPTERS = {
+    "gsm8k": "env_adapters.gsm8k.GSM8KEnv",
+    "guessing_game": "env_adapters.guessing_game.GuessingGame",
+    "gymnasium": "env_adapters.gymnasium_env.GymnasiumEnv",
+    "openenv": "env_adapters.openenv.OpenEnv",
+    "verifiers": "env_adapters.verifiers_env.VerifiersEnv",
+    "walk": "env_adapters.walk.game.WalkEnv",
+}
+
+
+def adapter_class(name: str) -> type[EnvAdapter]:
+    """The class of that name. Raises EnvError for one that is not there, with the nearest name."""
+    module, _, kind = ADAPTERS.get(name, name).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), kind) if module else None
+    except (ImportError, AttributeError) as error:
+        raise EnvError(f"environment must name a class that can be imported, got {name!r} ({error})") from error
+    if isinstance(found, type) and issubclass(found, EnvAdapter):
+        return found
+    raise EnvError(f"environment must be module.Class, or {one_of(name, ADAPTERS)}")
+
+
+def make_adapter(name: str, options: Mapping[str, Any]) -> EnvAdapter:
+    """An adapter for one episode. Raises EnvError for options that it does not have."""
+    kind = adapter_class(name)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise EnvError(
+            f"options of environment {name!r} must be its constructor's, got {dict(options)} ({error})"
+        ) from error

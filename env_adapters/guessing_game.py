@@ -1,6 +1,6 @@
 """The guessing game: find a number in 1..100 in at most 7 guesses; each wrong one is answered with higher or lower.
 
-Made by `env_adapters.catalog`. The invariant: the number follows from the seed and the task's bounds alone, so the members of a
+Made by `env_adapters.adapter`. The invariant: the number follows from the seed and the task's bounds alone, so the members of a
 group look for the same one; halving the range always finds it, so the best mean score is 1.0. It does no I/O.
 """
 

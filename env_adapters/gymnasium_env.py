@@ -1,6 +1,6 @@
 """Any Gymnasium environment whose observations and actions can be written as text.
 
-Made by `env_adapters.catalog`; the only owner of gymnasium, which is an extra (`envs`). Invariants: the environment is made, reset
+Made by `env_adapters.adapter`; the only owner of gymnasium, which is an extra (`envs`). Invariants: the environment is made, reset
 with the episode's seed, stepped and closed in one thread of its own; a text that is no action is answered with what an action
 looks like, and does not step the environment. Actions: Discrete, MultiDiscrete, MultiBinary, a Box of at most 16 numbers, Text.
 Observations: those, and tuples and dictionaries of them; or what the environment renders (`render=True`, mode `ansi`).

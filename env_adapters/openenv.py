@@ -1,6 +1,6 @@
 """An environment behind an OpenEnv server, as `openenv-core` serves it: one WebSocket session for each episode.
 
-Made by `env_adapters.catalog`; the only owner of websockets, which is an extra (`envs`); OpenEnv itself is not needed here. The
+Made by `env_adapters.adapter`; the only owner of websockets, which is an extra (`envs`); OpenEnv itself is not needed here. The
 server's plain `POST /reset` and `POST /step` make a new environment for each request, so an episode uses `/ws`, where the
 connection is the session: `{"type": "reset" | "step" | "state" | "close", "data": {...}}` in, `observation`, `state` or `error`
 out. Invariants: an action that the server's schema refuses is answered with a message to the model; every other error of the

@@ -1,6 +1,6 @@
 """An environment of the `verifiers` package (0.4, the taskset API `verifiers.v1`): its tasks, its `run`, its rewards.
 
-Made by `env_adapters.catalog`; `python -m env_adapters.verifiers_env --taskset ID --out FILE` writes its tasks as a task file. The
+Made by `env_adapters.adapter`; `python -m env_adapters.verifiers_env --taskset ID --out FILE` writes its tasks as a task file. The
 only owner of verifiers, which is an extra of its own. The environment's `run(task, agents)` is left as it is: it gets a seat
 in place of the package's agent, and what it says to that seat becomes the model's messages. Invariants: the row is the task's
 `extra_info.index`; the score is the sum of the weighted rewards of its trace, after its `finalize`; what was said is in the trace,

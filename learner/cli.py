@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> int:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
-    from buffers.ledger.tools.broken_pipe import printing
+    from buffers.terminal import printing
 
     try:
         return printing(lambda: command(words[1:]))
@@ -145,8 +145,8 @@ def check(words: list[str]) -> int:
 
 def ledger(words: list[str]) -> int:
     """`python -m buffers.ledger`."""
+    from buffers.ledger.cli import main
     from buffers.ledger.ledger import Ledger
-    from buffers.ledger.tools.cli import main
 
     return main(words, open_ledger=Ledger, program="understudy ledger")
 

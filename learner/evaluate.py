@@ -143,8 +143,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
     from learner.pipeline import Pipeline
-    from learner.reporting.display import Display, Terminal
-    from learner.reporting.summary import write_summary
+    from learner.reporting.display import Display, Terminal, write_summary
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import EVALUATION, LOG, claimed, write_config
@@ -198,9 +197,9 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
 
 def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
     """Writes the answers of all episodes to ANSWERS, and prints the best, the worst and some in between."""
-    from buffers.ledger.reading.reader import LedgerReader
-    from buffers.ledger.tools.answers import answers, in_a_line, samples
-    from buffers.ledger.tools.cli import decoder, ledger_path
+    from buffers.ledger.answers import answers, in_a_line, samples
+    from buffers.ledger.cli import decoder, ledger_path
+    from buffers.ledger.reader import LedgerReader
 
     path = ledger_path(folder)
     with closing(LedgerReader(path)) as reader, reader.read() as db:

@@ -20,16 +20,15 @@ from typing import Any, TextIO
 
 from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
-from buffers.ledger.reading.reader import LedgerReader
-from buffers.ledger.tools.answers import answers, first_and_last, in_a_line
-from buffers.ledger.tools.cli import decoder
+from buffers.ledger.answers import answers, first_and_last, in_a_line
+from buffers.ledger.cli import decoder
+from buffers.ledger.reader import LedgerReader
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.recovery.at_once import SIGNALS, signals_end_at_once
-from learner.reporting.display import Display, Terminal
+from learner.reporting.display import Display, Terminal, reward_curve_png, sparkline, summary_table, write_summary
 from learner.reporting.run_metrics import OTHER_CLASS, OTHER_CLASS_ARGUMENT
-from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
 from learner.validation import PREFIX
@@ -258,7 +257,7 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
     """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
     reward_curve_png(folder / "reward.png", rewards, optimum=optimum, title=f"{summary['name']}: mean reward per step")
-    console.print(reward_curve_text(rewards, optimum=optimum), highlight=False)
+    console.print(f"reward {sparkline(rewards, top=optimum)}", highlight=False)
     shown = {
         name: value
         for name, value in summary.items()

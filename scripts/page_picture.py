@@ -15,7 +15,7 @@ from playwright.sync_api import Browser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.page_browser import PATIENCE_MS, chromium
+from benchmarks.page import PATIENCE_MS, chromium
 
 DRAWN = {"machine": ".station", "curves": ".curve .uplot", "episodes": ".vrow .e-id", "why": ".finding"}
 

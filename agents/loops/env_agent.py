@@ -25,8 +25,7 @@ from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.loops.trajectory import Trajectory, read_settings
 from agents.tools.schemas import truncate
 from buffers.errors import AgentError, EnvError
-from env_adapters.adapter import Message, Step, WithDeadlines
-from env_adapters.catalog import adapter_class, make_adapter
+from env_adapters.adapter import Message, Step, WithDeadlines, adapter_class, make_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class EnvAgentSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     env: str
-    """An adapter of `env_adapters.catalog` by name, or `module.Class`."""
+    """An adapter of `env_adapters.adapter` by name, or `module.Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     max_steps: Annotated[int, Field(ge=1)] = 32

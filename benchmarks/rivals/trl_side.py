@@ -80,23 +80,23 @@ class GivenRows(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Seconds and CPU seconds of each optimizer step, from the first micro-batch to the new weights."""
+    """Seconds of each optimizer step, from the first micro-batch to the new weights."""
 
     def __init__(self) -> None:
-        self.seconds: list[tuple[float, float]] = []
-        self._began = (0.0, 0.0)
+        self.seconds: list[float] = []
+        self._began = 0.0
 
-    def _now(self) -> tuple[float, float]:
+    def _now(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter(), time.process_time()
+        return time.perf_counter()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._began = self._now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         now = self._now()
-        self.seconds.append((now[0] - self._began[0], now[1] - self._began[1]))
+        self.seconds.append(now - self._began)
         self._began = now
 
 
@@ -151,10 +151,7 @@ def main() -> None:
     trainer.train()
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     timed = zip(clock.seconds, trainer.old_logprobs_s, norms, strict=True)
-    warm, *steps = [
-        {"step_s": whole, "update_s": whole - old, "cpu_s": cpu, "grad_norm": float(norm)}
-        for (whole, cpu), old, norm in timed
-    ]
+    warm, *steps = [{"step_s": whole, "update_s": whole - old, "grad_norm": float(norm)} for whole, old, norm in timed]
     on_gpu = arguments.device != "cpu"
     # getrusage's peak begins with that of the process that started this one
     status = Path("/proc/self/status").read_text()
@@ -163,7 +160,6 @@ def main() -> None:
         "warm_up": warm,
         "steps": steps,
         "peak_memory_mb": torch.cuda.max_memory_allocated() / MIB if on_gpu else peak,
-        "padding_share": 1.0 - float(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) / (num_rows * width),
     }
     out.write_text(json.dumps(figures), encoding="utf-8")
 

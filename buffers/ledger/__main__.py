@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from buffers.ledger.cli import main
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.tools.broken_pipe import printing
-from buffers.ledger.tools.cli import main
-from buffers.terminal import guard_output
+from buffers.terminal import guard_output, printing
 
 if __name__ == "__main__":
     guard_output()

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from buffers.errors import LeaseError, UnderstudyError
+from buffers.ledger.encode import decode
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
-from buffers.ledger.round_codec import decode
 from buffers.ledger.scores import scores_of
 from buffers.records import EpisodeState, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows
@@ -72,13 +72,13 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
     return db.execute("UPDATE grp SET state = 'trained' WHERE lease_id = ?", (lease_id,)).rowcount
 
 
-def release(db: sqlite3.Connection, *, lease_id: int) -> int:
-    """The lease's groups are ready again, untrained; returns how many."""
+def release(db: sqlite3.Connection, lease_id: int) -> int:
+    """Give a batch back untrained: its groups are ready again; returns how many. Raises LeaseError."""
     _check_active(db, lease_id=lease_id)
     return _give_back(db, lease_id=lease_id, state="released")
 
 
-def evict_stale(db: sqlite3.Connection, *, min_version: int) -> int:
+def evict_stale(db: sqlite3.Connection, min_version: int) -> int:
     """Evict ready groups whose tokens are all older than `min_version`; returns how many. Open groups stay: what their running
     members sample from now on is fresh."""
     found = db.execute(  # named: the planner would walk all ready groups instead
@@ -92,7 +92,7 @@ def evict_stale(db: sqlite3.Connection, *, min_version: int) -> int:
 
 
 @operation(repeatable=True)
-def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
+def read_rounds(db: sqlite3.Connection, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(

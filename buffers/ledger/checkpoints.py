@@ -19,7 +19,7 @@ from buffers.records import EpisodeState, Position
 
 @operation(repeatable=True)
 def position(db: sqlite3.Connection) -> Position:
-    """The ledger's present position."""
+    """The ledger's present position; a checkpoint stores it."""
     lineage = current_lineage(db)
     (run_id,) = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
     (start,) = db.execute("SELECT step FROM lineage WHERE lineage = ?", (lineage,)).fetchone()
@@ -27,8 +27,9 @@ def position(db: sqlite3.Connection) -> Position:
     return Position(run_id=run_id, lineage=lineage, step=start if last is None else last)
 
 
-def restore(db: sqlite3.Connection, *, target: Position) -> int:
-    """Go back to `target` in a new lineage. Returns how many ready groups were given back and are claimed first.
+def restore(db: sqlite3.Connection, target: Position) -> int:
+    """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they were trained.
+    Returns how many groups that were given back will be claimed first.
 
     Raises UnderstudyError when this is the ledger of another run, or lack a step of the target.
     """

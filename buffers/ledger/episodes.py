@@ -101,8 +101,8 @@ def open_group(
     ]
 
 
-def adopt_episode(db: sqlite3.Connection, *, episode_id: str) -> bool:
-    """Open a running episode of its own group under the caller's id; False when the id is known already."""
+def adopt_episode(db: sqlite3.Connection, episode_id: str) -> bool:
+    """Open and start an episode without a task, in a group of one, under the caller's id; False when the id is known already."""
     if db.execute("SELECT 1 FROM episode WHERE episode_id = ?", (episode_id,)).fetchone():
         return False
     group_id = db.execute("INSERT INTO grp(task_id, instance, size, min_size) VALUES (NULL, 0, 1, 1)").lastrowid
@@ -113,7 +113,8 @@ def adopt_episode(db: sqlite3.Connection, *, episode_id: str) -> bool:
     return True
 
 
-def start_episode(db: sqlite3.Connection, *, episode_id: str, version: int) -> None:
+def start_episode(db: sqlite3.Connection, episode_id: str, *, version: int) -> None:
+    """PENDING -> RUNNING, under policy `version`."""
     row = read_episode(db, episode_id=episode_id)
     if row.state != EpisodeState.PENDING:
         raise refusal(row, verb="start")
@@ -133,7 +134,7 @@ def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[E
 
 @operation(repeatable=True)
 def running_episodes(db: sqlite3.Connection) -> list[Episode]:
-    """The episodes under way that have a task, the oldest first."""
+    """The episodes of tasks that are under way, the oldest first; after `resume_episodes` those of the process before."""
     found = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state = 'running' "
         "AND group_id IN (SELECT group_id FROM grp WHERE state IN ('open', 'validating') AND task_id IS NOT NULL) ORDER BY seq"
@@ -143,13 +144,13 @@ def running_episodes(db: sqlite3.Connection) -> list[Episode]:
 
 @operation(repeatable=True)
 def failure_details(db: sqlite3.Connection) -> dict[str, str]:
-    """Kind of failure -> the most frequent reason of that kind, with its detail."""
+    """Kind of failure, as in `Ledger.counts` -> the most frequent reason of that kind, with its detail."""
     found = db.execute("SELECT reason FROM episode WHERE state = 'failed' GROUP BY reason ORDER BY count(*)")
     return {reason.partition(":")[0]: reason for (reason,) in found}
 
 
 @operation(repeatable=True)
-def ended(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> list[ClosedEpisode]:
+def ended(db: sqlite3.Connection, episode_ids: Sequence[str]) -> list[ClosedEpisode]:
     """Those of these episodes that have ended."""
     rows = [read_episode(db, episode_id=episode_id) for episode_id in episode_ids]
     return [
@@ -204,8 +205,10 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
 
 
 @operation(inline=True)
-def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
-    """Store each round or say why not; one that is there already, bit for bit, is stored."""
+def put_rounds(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
+    """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is there
+    already, bit for bit, counts as stored: a caller that got no answer may send it again. For threads that wait: unless this is
+    the main one, they may be stored when it returns."""
     if _put_together(db, rounds=rounds):
         return [None] * len(rounds)
     outcomes: list[EpisodeError | None] = []

@@ -13,24 +13,24 @@ It does not schedule (`task_pool`), does not wait for batches (`multi_round`) an
 
 from __future__ import annotations
 
+import inspect
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
-from buffers.errors import EpisodeError, UnderstudyError
+from buffers.errors import UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
-from buffers.ledger.episodes import ClosedEpisode, StoredRound
-from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of
-from buffers.ledger.refusals import why_not_stored
+from buffers.ledger.episodes import ClosedEpisode
+from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of, why_not_stored
 from buffers.ledger.schema import open_database
-from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
+from buffers.records import Episode, EpisodeState, Round, ScoreDetail, Task, TrainBatch, UInt8
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +49,21 @@ class LedgerEvent:
 
     closed: tuple[ClosedEpisode, ...]
     counts: dict[str, int]
+
+
+def _method(
+    operation: Callable[Concatenate[sqlite3.Connection, P], T | UnderstudyError],
+) -> Callable[Concatenate[Ledger, P], Future[T]]:
+    """The operation as a method of the ledger, with its words and arguments."""
+    _, *names = inspect.signature(operation).parameters
+
+    @wraps(operation)
+    def method(self: Ledger, /, *arguments: P.args, **options: P.kwargs) -> Future[T]:
+        # By name, as the operations of a ledger in another process travel.
+        named = {**dict(zip(names, arguments)), **options}
+        return self.run(partial(operation, **named), rules=rules_of(operation))  # type: ignore[arg-type,call-arg]
+
+    return method
 
 
 class Ledger:
@@ -182,6 +197,23 @@ class Ledger:
         # The operations take all but the connection by name, so that `arguments` is empty.
         return self.run(partial(operation, *arguments, **options), rules=rules_of(operation))  # type: ignore[arg-type]
 
+    # Operations that are methods as they are; those below check and encode what they are given, in the caller's thread.
+    validated = _method(validation.validated)
+    adopt_episode = _method(episodes.adopt_episode)
+    start_episode = _method(episodes.start_episode)
+    start_pending = _method(episodes.start_pending)
+    running_episodes = _method(episodes.running_episodes)
+    failure_details = _method(episodes.failure_details)
+    ended = _method(episodes.ended)
+    put_rounds = _method(episodes.put_rounds)
+    rounds = _method(batches.read_rounds)
+    score_history = _method(scores.score_history)
+    release = _method(batches.release)
+    evict_stale = _method(batches.evict_stale)
+    position = _method(checkpoints.position)
+    restore = _method(checkpoints.restore)
+    times_opened = _method(checkpoints.times_opened)
+
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
         rows = [(task.task_id, task_payload(task)) for task in tasks]
@@ -223,34 +255,6 @@ class Ledger:
             validation.open_validation, task_ids=task_ids, group_size=group_size, min_size=min_size, greedy=greedy
         )
 
-    def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
-        """What these groups scored; without those that were given up."""
-        return self._call(validation.validated, group_ids=group_ids)
-
-    def adopt_episode(self, episode_id: str) -> Future[bool]:
-        """Open and start an episode without a task, in a group of one; False when the id is known already."""
-        return self._call(episodes.adopt_episode, episode_id=episode_id)
-
-    def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
-        """PENDING -> RUNNING, under policy `version`."""
-        return self._call(episodes.start_episode, episode_id=episode_id, version=version)
-
-    def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
-        """Start up to `limit` pending episodes, retries first, then the oldest."""
-        return self._call(episodes.start_pending, limit=limit, version=version)
-
-    def running_episodes(self) -> Future[list[Episode]]:
-        """The episodes of tasks that are under way; after `resume_episodes` those of the process before."""
-        return self._call(episodes.running_episodes)
-
-    def failure_details(self) -> Future[dict[str, str]]:
-        """Kind of failure, as in `counts` -> the most frequent reason of that kind, with its detail."""
-        return self._call(episodes.failure_details)
-
-    def ended(self, episode_ids: Sequence[str]) -> Future[list[ClosedEpisode]]:
-        """Those of these episodes that have ended."""
-        return self._call(episodes.ended, episode_ids=episode_ids)
-
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
         return self._call(episodes.put_round, stored=stored_round(round_))
@@ -259,16 +263,6 @@ class Ledger:
         """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
         flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
         return self._call(episodes.mask_tokens, episode_id=episode_id, trained=flags)
-
-    def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
-        """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
-        there already, bit for bit, counts as stored: a caller that got no answer may send it again. For threads that wait:
-        unless this is the main one, they may be stored when it returns."""
-        return self._call(episodes.put_rounds, rounds=rounds)
-
-    def rounds(self, episode_id: str) -> Future[list[Round]]:
-        """The rounds of an episode, in order."""
-        return self._call(batches.read_rounds, episode_id=episode_id)
 
     def notify_score(
         self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
@@ -293,10 +287,6 @@ class Ledger:
     def settle_scores(self, episode_id: str) -> Future[bool]:
         """End a running episode with what its judges said without calling it final; False when none has."""
         return self._call(scores.settle, episode_id=episode_id, drop_zero_variance=self._drop_equal)
-
-    def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
-        """Every score that was reported of an episode, with its judge and what became of it."""
-        return self._call(scores.score_history, episode_id=episode_id)
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
         """End an episode as failed: its next attempt, or None when it has none left. Then the group is trained without it if
@@ -327,27 +317,6 @@ class Ledger:
         """
         _require(self.imbalance() == 0, f"each scored episode must be counted with a group, {self.imbalance()} are not")
         return self._call(batches.commit_step, lease_id=lease_id, step=step, version=version)
-
-    def release(self, lease_id: int) -> Future[int]:
-        """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
-        return self._call(batches.release, lease_id=lease_id)
-
-    def evict_stale(self, min_version: int) -> Future[int]:
-        """Evict ready groups whose trained tokens are all older than `min_version`; how many."""
-        return self._call(batches.evict_stale, min_version=min_version)
-
-    def position(self) -> Future[Position]:
-        """The ledger's present position; a checkpoint stores it."""
-        return self._call(checkpoints.position)
-
-    def restore(self, target: Position) -> Future[int]:
-        """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
-        were trained. Returns how many groups that were given back will be claimed first."""
-        return self._call(checkpoints.restore, target=target)
-
-    def times_opened(self) -> Future[dict[str, int]]:
-        """How many groups of each task were opened so far: the position in the task files."""
-        return self._call(checkpoints.times_opened)
 
     def _keep(self, event: LedgerEvent) -> None:
         """Keeps the counts before the futures are done, so that a caller finds its own change in `counts`."""

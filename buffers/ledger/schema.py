@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Timer
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.refusals import is_passing, why_not_stored
+from buffers.ledger.group_commit import is_passing, why_not_stored
 from buffers.records import EpisodeState, GroupState
 
 SCHEMA_VERSION = 6

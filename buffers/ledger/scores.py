@@ -118,7 +118,7 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
 
 
 @operation(repeatable=True)
-def score_history(db: sqlite3.Connection, *, episode_id: str) -> list[dict[str, Any]]:
+def score_history(db: sqlite3.Connection, episode_id: str) -> list[dict[str, Any]]:
     """Every score that was reported of an episode, in order: part, round_index, role, judge, value, verdict, told_at."""
     read_episode(db, episode_id=episode_id)
     columns = ("part", "round_index", "role", "judge", "value", "verdict", "told_at")

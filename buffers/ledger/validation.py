@@ -35,7 +35,7 @@ def open_validation(
 
 
 @operation(repeatable=True)
-def validated(db: sqlite3.Connection, *, group_ids: Sequence[int]) -> list[Validated]:
+def validated(db: sqlite3.Connection, group_ids: Sequence[int]) -> list[Validated]:
     """The groups' scores by sample; groups that were given up, or are not done, are not among them."""
     found = []
     for group_id in group_ids:

@@ -19,12 +19,11 @@ from typing import Any
 import msgspec
 
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger.encode import stored_body
+from buffers.ledger.encode import decode, stored_body
 from buffers.ledger.episodes import StoredRound
 from buffers.ledger.group_commit import rules_of
 from buffers.ledger.idempotency import forget, idempotent
 from buffers.ledger.ledger import Ledger, LedgerEvent
-from buffers.ledger.round_codec import decode
 from buffers.remote import messages
 from buffers.remote.messages import EventPage, LedgerState, WireRound
 from buffers.wire.address import Way

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 from buffers.ledger.batches import STALE
+from buffers.ledger.doctor import Failures
 from buffers.ledger.episodes import GIVEN_UP, NO_VARIANCE, RESTART
 from buffers.ledger.scores import CONSTRAINED, NO_ROUNDS
-from buffers.ledger.tools.survey import Failures
 from learner.diagnosis.evidence import Evidence, Observation, Severity, counted, percent, rule
 from learner.recovery.failure_watch import MEANINGS, most_frequent_error
 from learner.reporting.run_metrics import COMPARE_THE_BATCH

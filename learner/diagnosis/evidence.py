@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.tools.survey import Failures, LedgerSurvey, survey
+from buffers.ledger.doctor import Failures, LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
 from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS, SOLVED

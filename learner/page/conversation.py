@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from buffers.ledger.reading.branches import Branch
+from buffers.ledger.branches import Branch
 
 # A window of a branch's tokens as bytes: a small head, then arrays that a browser takes as they are. The form: `USPT`, the
 # head's length, the head as JSON, then each array on a multiple of four bytes, little-endian. A token that is part of a

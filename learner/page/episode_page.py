@@ -17,11 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from buffers.ledger import episode_views
 from buffers.ledger.batches import read_rounds
-from buffers.ledger.reading import episodes, round_causes
-from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
-from buffers.ledger.reading.episodes import EpisodeFilter, EpisodeView, FilterError
-from buffers.ledger.reading.round_causes import ANY_BREAK, CAUSES
+from buffers.ledger.branches import (
+    MEANT,
+    NOT_SAMPLED,
+    Branch,
+    Window,
+    branches_of,
+    causes_of,
+    num_trained,
+    window_of,
+)
+from buffers.ledger.episode_query import MOST_POINTS, Query
+from buffers.ledger.episode_views import EpisodeView
 from buffers.records import Round
 from buffers.training_rows import CUT
 from learner.page.conversation import MOST_TOKENS, Turn, packed, pieces_of, turns_of, with_text
@@ -29,83 +38,6 @@ from learner.page.metric_columns import plain
 from learner.page.run_view import RunView
 from learner.recovery.failure_watch import MEANINGS
 from learner.reporting.token_figures import ARRAYS, TokenFigures, read_figures
-
-# `Query`: what a request to the page asks for, read by type and within bounds.
-
-MOST_POINTS = 10_000
-LARGEST_NUMBER, MOST_DIGITS = 2**53, 16
-"""What a browser's numbers hold exactly."""
-SPAN = "a number or a span such as 10-20"
-
-
-class Query:
-    """What a request asks for, by its path and its parameters, read by type. Raises FilterError naming the parameter."""
-
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._given = given
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._given.get(name, default)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        return tuple(part for part in self._given.get(name, "").split(",") if part)
-
-    def number(self, name: str, default: int, *, most: int, least: int = 0) -> int:
-        """A whole number in a range; larger ones are cut to it."""
-        found = self.maybe(name, int)
-        return default if found is None else min(max(found, least), most)
-
-    def maybe(self, name: str, kind: Callable[[str], Any]) -> Any:
-        """None: it is not given."""
-        given = self._given.get(name, "")
-        return number_of(given, name=name, kind=kind) if given else None
-
-    def span(self, name: str) -> tuple[int, int] | None:
-        """`12` or `10-20`."""
-        given = self._given.get(name, "")
-        first, _, last = given.partition("-")
-        if not given:
-            return None
-        return number_of(first, name=name, kind=int, rule=SPAN), number_of(
-            last or first, name=name, kind=int, rule=SPAN
-        )
-
-    def window(self, *, default: int, most: int) -> tuple[int, int]:
-        """`start` and `count`."""
-        return self.number("start", 0, most=1 << 40), self.number("count", default, most=most, least=1)
-
-    def episode_filter(self) -> EpisodeFilter:
-        """The episodes that it asks for."""
-        cause = self.text("cause")
-        if cause and cause != "any" and cause not in CAUSES:
-            raise FilterError(f"cause must be any, or of {', '.join(CAUSES)}, got {cause!r:.40}")
-        return EpisodeFilter(
-            steps=self.span("step"),
-            task=self.text("task") or None,
-            text=self.text("q"),
-            group=self.maybe("group", int),
-            states=self.texts("state"),
-            group_states=self.texts("group_state"),
-            score=(self.maybe("min_score", float), self.maybe("max_score", float)),
-            reason=self.text("reason") or None,
-            agent=self.text("agent") or None,
-            tokens=(self.maybe("min_tokens", int), self.maybe("max_tokens", int)),
-            rounds=(self.maybe("min_rounds", int), self.maybe("max_rounds", int)),
-            causes=0 if not cause else ANY_BREAK if cause == "any" else 1 << CAUSES.index(cause),
-            untrained=self.text("untrained") == "1",
-        )
-
-
-def number_of(text: str, *, name: str, kind: Callable[[str], Any], rule: str = "a number") -> Any:
-    """The number that a text is, such as the databases have. Raises FilterError naming the parameter."""
-    try:
-        found = kind(text)
-    except ValueError:
-        found = None
-    if found is None or found != found or abs(found) > LARGEST_NUMBER:
-        raise FilterError(f"{name} must be {rule}, got {text!r:.40}; leave it out for no limit")
-    return found
-
 
 Numbers = npt.NDArray[np.floating[Any]]
 MOST_TURNS = 500
@@ -142,8 +74,8 @@ class RunPages(RunView):
         """All of an episode but its texts and tokens. Raises Unknown."""
         one, opened = self._read(query)
         with self.ledger() as db:
-            members = [each.episode_id for each in episodes.episodes_of(db, group_id=one.group_id)]
-            task = episodes.task_of(db, task_id=one.task_id)
+            members = [each.episode_id for each in episode_views.episodes_of(db, group_id=one.group_id)]
+            task = episode_views.task_of(db, task_id=one.task_id)
             told = db.execute(_SCORES, (one.episode_id,)).fetchall()
         place = members.index(one.episode_id)
         scores = [
@@ -240,16 +172,16 @@ class RunPages(RunView):
         number = query.number("branch", 0, most=MOST_BRANCHES)
         _, opened = self._read(query)
         if not 0 <= number < len(opened.branches):
-            raise episodes.Unknown(
+            raise episode_views.Unknown(
                 f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
             )
         return opened, opened.branches[number]
 
-    def _read(self, query: Query) -> tuple[episodes.EpisodeView, Opened]:
+    def _read(self, query: Query) -> tuple[episode_views.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
         episode_id = query.text("episode")
         with self.ledger() as db:
-            one = episodes.episode(db, episode_id=episode_id)
+            one = episode_views.episode(db, episode_id=episode_id)
             (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
             key = (episode_id, one.state, one.step, last)
             with self._lock:
@@ -257,7 +189,7 @@ class RunPages(RunView):
                     self._opened.move_to_end(key)
                     return one, opened
             rounds = read_rounds(db, episode_id=episode_id)
-        causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
+        causes = causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
         figures = {} if one.step is None else read_figures(self.folder, step=one.step, episode_id=episode_id)
         opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
         with self._lock:
@@ -318,7 +250,7 @@ def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[s
             "versions": np.unique(each.versions).tolist(),
             "mean_logprob": float(each.logprobs.mean()) if len(each.logprobs) else None,
             "cause": (cause := opened.causes.get(each.round_index)),
-            "cause_expected": cause in round_causes.MEANT,
+            "cause_expected": cause in MEANT,
             "cause_sentence": meanings.get(cause or "", ""),
             "scores": by_round.get(each.round_index, []),
         }

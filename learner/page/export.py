@@ -24,12 +24,13 @@ from typing import Any
 
 from buffers.disk import replacing
 from buffers.errors import UnderstudyError
-from buffers.ledger.reading import episodes as ledger_episodes
-from buffers.ledger.reading.episodes import EpisodeFilter
-from buffers.ledger.reading.round_causes import ANY_BREAK
+from buffers.ledger import episode_views
+from buffers.ledger.branches import ANY_BREAK
+from buffers.ledger.episode_query import LARGEST_NUMBER, MOST_POINTS, Query
+from buffers.ledger.episode_views import EpisodeFilter
 from learner.page import reports
 from learner.page.conversation import packed_text
-from learner.page.episode_page import LARGEST_NUMBER, MOST_POINTS, MOST_TURNS, Query, RunPages
+from learner.page.episode_page import MOST_TURNS, RunPages
 from learner.page.metric_columns import meanings
 from learner.page.reports import LEFT_OUT, has_secret_name
 from learner.page.run_set import RunSet
@@ -272,7 +273,7 @@ def sampled(view: RunPages, *, number: int) -> list[dict[str, Any]]:
     spread = max(1, (number + 2) // 3)
     found: dict[int, dict[str, Any]] = {}
     with view.ledger() as db:
-        trained = sorted({step for step, _ in ledger_episodes.trained_scores(db, first=1, last=LARGEST_NUMBER)})
+        trained = sorted({step for step, _ in episode_views.trained_scores(db, first=1, last=LARGEST_NUMBER)})
         wanted = [
             (EpisodeFilter(steps=(step, step), states=("scored",)), order, 1)
             for step in trained[::-1][:: max(1, len(trained) // spread)][:spread]
@@ -285,6 +286,6 @@ def sampled(view: RunPages, *, number: int) -> list[dict[str, Any]]:
             (EpisodeFilter(states=("scored",)), "newest", number),
         ]
         for each, order, limit in wanted:
-            for one in ledger_episodes.search(db, each, order=order, limit=limit, cursor=None).episodes:
+            for one in episode_views.search(db, each, order=order, limit=limit, cursor=None).episodes:
                 found.setdefault(one.seq, asdict(one))
         return list(found.values())[:number]

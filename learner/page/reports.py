@@ -14,17 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from buffers.ledger.reading import episodes
-from buffers.ledger.reading.episodes import FilterError, GroupView
-from buffers.ledger.reading.reader import LedgerUnreadable, counts, trained_steps
+from buffers.ledger import episode_views
+from buffers.ledger.episode_query import LARGEST_NUMBER, MOST_DIGITS, MOST_POINTS, Query, number_of
+from buffers.ledger.episode_views import FilterError, GroupView
+from buffers.ledger.reader import LedgerUnreadable, counts, trained_steps
 from learner.page.episode_page import (
-    LARGEST_NUMBER,
     LEFT_OUT_FIGURES,
-    MOST_DIGITS,
-    MOST_POINTS,
-    Query,
     RunPages,
-    number_of,
     reasons_of,
 )
 from learner.page.metric_columns import plain
@@ -90,7 +86,7 @@ def scores(run: RunPages, query: Query) -> dict[str, list[Any]]:
     first, last = query.maybe("from", int), query.maybe("to", int)
     most = query.number("points", 500, most=MOST_POINTS, least=1)
     with run.ledger() as db:
-        trained = episodes.trained_scores(
+        trained = episode_views.trained_scores(
             db, first=0 if first is None else first, last=LARGEST_NUMBER if last is None else last
         )
     found: dict[str, list[Any]] = {name: [] for name in ("step", "n", *QUANTILES, "mean")}
@@ -117,10 +113,10 @@ def groups(run: RunPages, query: Query) -> dict[str, Any]:
     """Groups in some states, newest first."""
     states, after = query.texts("state") or ("open", "ready"), query.maybe("cursor", int)
     limit = query.number("limit", 200, most=MOST_EPISODES, least=1)
-    if unknown := set(states) - set(episodes.GROUP_STATES):
-        raise FilterError(f"state must be of {', '.join(episodes.GROUP_STATES)}, got {min(unknown)!r:.40}")
+    if unknown := set(states) - set(episode_views.GROUP_STATES):
+        raise FilterError(f"state must be of {', '.join(episode_views.GROUP_STATES)}, got {min(unknown)!r:.40}")
     with run.ledger() as db:
-        found = episodes.groups(db, states=states, after=1 << 60 if after is None else after, limit=limit)
+        found = episode_views.groups(db, states=states, after=1 << 60 if after is None else after, limit=limit)
         version, _ = trained_steps(db)
     now = run.age_until()
     shown = [_group_record(run, one, version=version, now=now) for one in found]
@@ -131,9 +127,9 @@ def group(run: RunPages, query: Query) -> dict[str, Any]:
     """One group with its task and all attempts."""
     group_id = number_of(query.text("group"), name="group", kind=int)
     with run.ledger() as db:
-        one = episodes.group(db, group_id=group_id)
-        members = episodes.episodes_of(db, group_id=group_id)
-        task = episodes.task_of(db, task_id=one.task_id)
+        one = episode_views.group(db, group_id=group_id)
+        members = episode_views.episodes_of(db, group_id=group_id)
+        task = episode_views.task_of(db, task_id=one.task_id)
         version, _ = trained_steps(db)
     return {
         "group": _group_record(run, one, version=version, now=run.age_until()),
@@ -158,11 +154,11 @@ def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
     if seqs := query.texts("seqs")[:MOST_EPISODES]:
         known = [int(seq) for seq in seqs if seq.isascii() and seq.isdigit() and len(seq) < MOST_DIGITS]
         with run.ledger() as db:
-            return {"episodes": [asdict(one) for one in episodes.episodes_at(db, known)]}
+            return {"episodes": [asdict(one) for one in episode_views.episodes_at(db, known)]}
     wanted, cursor = query.episode_filter(), query.text("cursor") or None
     limit = query.number("limit", 100, most=MOST_EPISODES, least=1)
     with run.ledger() as db:
-        found = asdict(episodes.search(db, wanted, order=query.text("sort", "newest"), limit=limit, cursor=cursor))
+        found = asdict(episode_views.search(db, wanted, order=query.text("sort", "newest"), limit=limit, cursor=cursor))
     facets = found.pop("facets")
     return {**found, "indexed": run.looked_at, "facets": facets}
 
@@ -170,7 +166,7 @@ def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
 def order(run: RunPages, query: Query) -> bytes:
     """The numbers of all episodes that match, in order, as little-endian int32."""
     with run.ledger() as db:
-        found = episodes.ordered(db, query.episode_filter(), order=query.text("sort", "newest"))
+        found = episode_views.ordered(db, query.episode_filter(), order=query.text("sort", "newest"))
     return np.array(found, dtype="<i4").tobytes()
 
 
@@ -179,7 +175,7 @@ def untrained(run: RunPages, _: Query) -> dict[str, Any]:
     with run.metrics() as columns:
         figures = {name: columns.last(name) for name in (*LEFT_OUT_FIGURES, "generation/aborted")}
     with run.ledger() as db:
-        number, evicted = counts(db), episodes.evictions(db)
+        number, evicted = counts(db), episode_views.evictions(db)
     aborted = int(figures["generation/aborted"] or 0)
     return {"reasons": reasons_of(number, evictions=evicted, aborted=aborted, figures=figures)}
 

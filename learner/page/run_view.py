@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.reading import episodes
-from buffers.ledger.reading.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
-from buffers.ledger.tools.cli import tokenizer_file
+from buffers.ledger import episode_views
+from buffers.ledger.cli import tokenizer_file
+from buffers.ledger.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
 from configs.bounded_yaml import YamlError, read_yaml
 from learner.diagnosis.diagnose import diagnose
 from learner.diagnosis.evidence import counted
@@ -263,17 +263,17 @@ class RunView:
         """Look until all that ended is looked at, or the view is closed."""
         try:
             with closing(LedgerReader(self.folder / LEDGER)) as reader:
-                before = episodes.NEWEST
+                before = episode_views.NEWEST
                 while before and not self._is_closed.wait(LOOK_PAUSE_S):
                     with self.ledger() as db:
-                        if episodes.read_agents(db):
+                        if episode_views.read_agents(db):
                             continue
-                        places = episodes.to_look_at(db, before=before, limit=EPISODES_AT_ONCE)
+                        places = episode_views.to_look_at(db, before=before, limit=EPISODES_AT_ONCE)
                     with reader.read() as rounds:  # others may use the ledger meanwhile
-                        looked = episodes.look_at(rounds, places)
+                        looked = episode_views.look_at(rounds, places)
                     with self.ledger() as db:
-                        episodes.keep(db, looked)
-                        self.looked_at = episodes.looked_share(db) if places else 1.0
+                        episode_views.keep(db, looked)
+                        self.looked_at = episode_views.looked_share(db) if places else 1.0
                     before = min(places, default=0)
         except LedgerUnreadable:
             return

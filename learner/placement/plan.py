@@ -13,15 +13,15 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.placement.memory import (
     ASLEEP_BYTES,
     BYTES,
-    EngineMemory,
     Item,
     ModelShape,
     adapter_weights,
@@ -239,14 +239,16 @@ class CardUse:
     card: int | None
     limit: int | None
     """Bytes of its memory; None: that of a CPU's machine, which is not judged."""
+    sleeps: bool
+    """The engine gives its memory back while the learner updates."""
     rank: int | None = None
     engine: int | None = None
-    rank_items: list[Item] = field(default_factory=list)
-    engine_items: list[Item] = field(default_factory=list)
+    rank_items: Sequence[Item] = ()
+    engine_items: Sequence[Item] = ()
     engine_share: int = 0
     """Bytes that the engine reserves, whatever it does with them."""
-    sleeps: bool = False
-    """The engine gives its memory back while the learner updates."""
+    cache_tokens: int | None = None
+    """Tokens that the KV cache of the whole engine holds; see `EngineMemory`."""
 
     @property
     def phases(self) -> tuple[int, int, int]:
@@ -268,7 +270,6 @@ class Plan:
     placement: Placement
     uses: list[CardUse]
     """Sorted by node and card; cards that nobody uses are left out."""
-    engines: list[EngineMemory]
 
 
 def make_plan(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns: bool = True) -> Plan:
@@ -281,57 +282,39 @@ def make_plan(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learn
 
 
 def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns: bool) -> Plan:
-    rollout = config.rollout
+    rollout, roles = config.rollout, max(1, len(config.adapter_roles))
     placement = place_run(config, nodes=nodes, learns=learns)
     on_gpu = any(node.cards for node in nodes)
-    of_learner = of_rank(
-        shape,
-        config.learner,
-        dtype=config.model.dtype,
-        buffer=config.buffer,
-        longest_row=rollout.max_model_len,
-        on_gpu=on_gpu,
-        policies=max(1, len(config.adapter_roles)),
-    )
     share = rollout.share_of_card(beside_rank=placement.shares)
-    memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
+    uses: dict[tuple[int, int], CardUse] = {}
+
+    def put(node: int, card: int | None, **more: Any) -> None:
+        """A card has a rank, an engine or both; on a CPU each is by itself."""
+        place = node, len(uses) if card is None else card
+        limit = None if card is None else nodes[node].cards[card]
+        known = uses.get(place) or CardUse(node=node, card=card, limit=limit, sleeps=rollout.sleep)
+        uses[place] = replace(known, **more)
+
+    of_learner = of_rank(
+        shape, config.learner, dtype=config.model.dtype, buffer=config.buffer, longest_row=rollout.max_model_len,
+        on_gpu=on_gpu, policies=roles,
+    )  # fmt: skip
+    for rank, place in enumerate(placement.ranks):
+        put(place.node, place.card, rank=rank, rank_items=of_learner)
     for number, engine in enumerate(placement.engines):
-        card = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
+        smallest = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
         memory = of_engine(
-            shape, rollout, dtype=config.model.dtype, card=card, share=share,
+            shape, rollout, dtype=config.model.dtype, card=smallest, share=share,
             adapter=adapter_weights(shape, config.learner) if learns else 0,
-            versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1) + 1,
+            versions=roles * (config.buffer.max_policy_lag + 1) + 1,
         )  # fmt: skip
-        memories.append(memory)
-        reserved = 0 if card is None or rollout.kv_cache_gb is not None else int(share * card)
-        for one in engine.cards:
-            on_card[engine.node, one] = number, memory, reserved
-    if not on_gpu:
-        everything = [
-            CardUse(node=place.node, card=None, limit=None, rank=rank, rank_items=of_learner)
-            for rank, place in enumerate(placement.ranks)
-        ]
-        everything += [
-            CardUse(node=place.node, card=None, limit=None, engine=number, engine_items=memory.items)
-            for number, (place, memory) in enumerate(zip(placement.engines, memories))
-        ]
-        return Plan(nodes=list(nodes), placement=placement, uses=everything, engines=memories)
-    uses = []
-    rank_on = {(place.node, place.card): rank for rank, place in enumerate(placement.ranks)}
-    for node, there in enumerate(nodes):
-        for card, limit in enumerate(there.cards):
-            rank = rank_on.get((node, card))
-            there_too = on_card.get((node, card))
-            if rank is not None or there_too is not None:
-                uses.append(
-                    CardUse(
-                        node=node, card=card, limit=limit, rank=rank, engine=there_too[0] if there_too else None,
-                        rank_items=of_learner if rank is not None else [],
-                        engine_items=there_too[1].items if there_too else [],
-                        engine_share=there_too[2] if there_too else 0, sleeps=rollout.sleep,
-                    )
-                )  # fmt: skip
-    return Plan(nodes=list(nodes), placement=placement, uses=uses, engines=memories)
+        reserved = 0 if smallest is None or rollout.kv_cache_gb is not None else int(share * smallest)
+        for card in engine.cards or (None,):
+            put(
+                engine.node, card, engine=number, engine_items=memory.items, engine_share=reserved,
+                cache_tokens=memory.cache_tokens,
+            )  # fmt: skip
+    return Plan(nodes=list(nodes), placement=placement, uses=[uses[place] for place in sorted(uses)])
 
 
 def _complaints(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
@@ -339,9 +322,8 @@ def _complaints(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[st
     rollout = config.rollout
     if shape.heads % rollout.tensor_parallel:
         yield f"rollout.tensor_parallel must divide the model's {shape.heads} attention heads, got {rollout.tensor_parallel}"
-    longest = rollout.max_model_len * shape.cache_bytes(
-        tensor_parallel=rollout.tensor_parallel, bytes_each=_each(config)
-    )
+    each = BYTES[config.model.dtype]
+    longest = rollout.max_model_len * shape.cache_bytes(tensor_parallel=rollout.tensor_parallel, bytes_each=each)
     for use in plan.uses:
         where = f"card {use.card} of node {use.node}"
         if use.limit is None:
@@ -366,10 +348,6 @@ def _complaints(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[st
             yield f"engine {use.engine} must have room on {where}, got {_gib(use.limit)} for {_gib(certain)}"
 
 
-def _each(config: Config) -> int:
-    return 4 if config.model.dtype == "float32" else 2
-
-
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
@@ -390,34 +368,24 @@ def _remedy(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns:
 
 
 def _changes(config: Config, *, cards: int) -> Iterator[tuple[str, Config]]:
-    learner, rollout = config.learner, config.rollout
+    learner, many = config.learner, config.rollout.tensor_parallel
     for share in (0.5, 0.3, 0.2):
-        yield (
-            f"rollout.gpu_memory_utilization={share}",
-            _with(config, rollout=rollout.model_copy(update={"gpu_memory_utilization": share})),
-        )
-    for many in range(2, cards + 1):
-        if many > rollout.tensor_parallel:
-            yield (
-                f"rollout.tensor_parallel={many}",
-                _with(config, rollout=rollout.model_copy(update={"tensor_parallel": many})),
-            )
+        yield f"rollout.gpu_memory_utilization={share}", _with(config, "rollout", gpu_memory_utilization=share)
+    for parallel in range(max(2, many + 1), cards + 1):
+        yield f"rollout.tensor_parallel={parallel}", _with(config, "rollout", tensor_parallel=parallel)
     for ranks in range(learner.ranks + 1, cards + 1):
-        yield f"learner.ranks={ranks}", _with(config, learner=learner.model_copy(update={"ranks": ranks}))
-    less = {"gradient_checkpointing": True}
+        yield f"learner.ranks={ranks}", _with(config, "learner", ranks=ranks)
+    less = _with(config, "learner", gradient_checkpointing=True)
     for ranks in range(learner.ranks, cards + 1):
-        changed = learner.model_copy(update={**less, "ranks": ranks})
-        yield f"learner.gradient_checkpointing=true and learner.ranks={ranks}", _with(config, learner=changed)
+        yield f"learner.gradient_checkpointing=true and learner.ranks={ranks}", _with(less, "learner", ranks=ranks)
     if not learner.lora.rank:
         for ranks in range(learner.ranks, cards + 1):
-            adapter = learner.lora.model_copy(update={"rank": 32})
-            changed = learner.model_copy(update={**less, "lora": adapter, "ranks": ranks})
-            text = f"learner.lora.rank=32 (an adapter in place of all weights) and learner.ranks={ranks}"
-            yield text, _with(config, learner=changed)
+            changed = _with(less, "learner", lora=learner.lora.model_copy(update={"rank": 32}), ranks=ranks)
+            yield f"learner.lora.rank=32 (an adapter in place of all weights) and learner.ranks={ranks}", changed
 
 
-def _with(config: Config, **sections: object) -> Config:
-    return config.model_copy(update=sections)
+def _with(config: Config, section: str, **values: object) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 # The plan of a run in words: what `python -m learner.run --dry-run` prints. Cards that hold the same are one block. Sizes are
@@ -450,9 +418,11 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
         if free := [card for card in range(len(node.cards)) if card not in used]:
             yield f"  {_numbers('card', free)}: nobody"
     rooms: dict[tuple[int, int], list[int]] = {}
-    for number, (place, memory) in enumerate(zip(plan.placement.engines, plan.engines)):
-        if memory.cache_tokens is not None:
-            rooms.setdefault((len(place.cards), max(0, memory.cache_tokens)), []).append(number)
+    held = {
+        use.engine: use.cache_tokens for use in plan.uses if use.engine is not None and use.cache_tokens is not None
+    }
+    for number, tokens in sorted(held.items()):
+        rooms.setdefault((len(plan.placement.engines[number].cards), max(0, tokens)), []).append(number)
     longest = config.rollout.max_model_len
     for (cards_each, tokens), numbers in rooms.items():
         over = f", each over {cards_each} cards" if cards_each > 1 else ""

@@ -18,9 +18,8 @@ from rich.table import Table
 
 from buffers.errors import UnderstudyError
 from configs.bounded_yaml import read_yaml
-from learner.reporting.display import Terminal
+from learner.reporting.display import Terminal, curves_png, flat
 from learner.reporting.run_record import CONFIG, METRICS, RunRecord, figures, read_record
-from learner.reporting.summary import curves_png, flat
 
 LAST_STEPS = 5
 """Steps that a run's last figures are the mean of."""

@@ -1,18 +1,21 @@
-"""`Display`: the terminal output of a live run.
+"""`Display`: the terminal output of a live run; and what the run leaves for people: picture, summary file, table.
 
 Called by the pipeline from its event loop. On a terminal it is a live panel, redrawn four times a second by rich's own
 thread; elsewhere it is one plain line per step. The invariant: a call only stores numbers (or prints one line), so the
-loop is never held up by drawing. It measures nothing and writes no file.
+loop is never held up by drawing. It measures nothing.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -24,8 +27,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from buffers.disk import replacing
 from buffers.terminal import GuardedStream, shown
-from learner.reporting.summary import WINDOW, moving_average
+from learner.reporting.run_record import RunRecord
 
 # `Terminal`: rich's console, in which only rich itself controls the terminal. Texts and cells are taken as they are (no markup
 # in brackets, no `:names:` of emoji), and pass `buffers.terminal.shown`.
@@ -47,7 +51,7 @@ class Terminal(Console):
 
 logger = logging.getLogger(__name__)
 
-BARS = "▁▂▃▄▅▆▇█"
+BARS, WIDTH = "▁▂▃▄▅▆▇█", 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +195,7 @@ class Display:
         rows.add_row("step", bar)
         if shown.rewards:
             rows.add_row("reward", Text(self._reward(shown)))
-            rows.add_row("", Text(_sparkline(shown.rewards, width=60, top=self._optimum), style="cyan"))
+            rows.add_row("", Text(sparkline(shown.rewards, top=self._optimum), style="cyan"))
             rows.add_row("staleness", Text(f"mean {shown.mean_lag:.2f}   max {shown.max_lag:.0f} versions"))
             rows.add_row("speed", Text(f"{shown.tokens_per_s:,.0f} tokens/s   {shown.step_times_s[-1]:.2f} s/step"))
         rows.add_row(
@@ -234,9 +238,9 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _sparkline(values: tuple[float, ...], *, width: int, top: float | None) -> str:
-    """The last `width` values as bars, from 0 (or the lowest value) to `top` (or the highest value)."""
-    part = values[-width:]
+def sparkline(values: Sequence[float], *, top: float | None) -> str:
+    """The last WIDTH values as bars, from 0 (or the lowest value) to `top` (or the highest value)."""
+    part = values[-WIDTH:]
     low = min(0.0, *part)
     span = max(*part, low if top is None else top) - low or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in part)
@@ -246,3 +250,94 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# What a run leaves for people: the reward curve as a picture, the summary file and its table. Figures that were already measured;
+# the files are replaced atomically, so that a reader never sees half of one.
+
+WINDOW = 10
+"""Steps in a moving average."""
+
+
+def moving_average(values: Sequence[float], *, window: int = WINDOW) -> list[float]:
+    """Mean of each value and of those before it, `window` in all; the first ones have fewer."""
+    return [sum(part) / len(part) for part in (values[max(0, end - window) : end] for end in range(1, len(values) + 1))]
+
+
+def reward_curve_png(path: Path, rewards: Sequence[float], *, optimum: float | None, title: str) -> None:
+    """Draw mean score over steps (the first step is 1). Raises ValueError without any step, and for scores that are not finite."""
+    if not rewards:
+        raise ValueError("a reward curve needs >= 1 step, got 0; call it after the first step")
+    if bad := [value for value in rewards if not math.isfinite(value)]:
+        raise ValueError(f"rewards must be finite, got {bad[0]}; leave such steps out")
+    with _axes(path, title=title) as axes:
+        axes.plot(range(1, len(rewards) + 1), rewards, "o", color="#7aa6d8", markersize=4, alpha=0.7, label="one step")
+        averages = moving_average(rewards)
+        axes.plot(range(1, len(rewards) + 1), averages, color="#1f4e8c", linewidth=2.2, label=f"mean of {WINDOW} steps")
+        if optimum is not None:
+            axes.axhline(optimum, color="#2e8b57", linestyle="--", linewidth=1.4, label=f"optimum {optimum:g}")
+        axes.set_xlim(0.5, len(rewards) + 0.5)
+
+
+def curves_png(path: Path, runs: Sequence[tuple[str, RunRecord]]) -> None:
+    """Draw several runs, each with its label: each step as a dot, its moving average as a line, validations as squares."""
+    with _axes(path, title=f"mean of {WINDOW} steps; dots: each step, squares: validation") as axes:
+        for number, (label, run) in enumerate(runs):
+            color = f"C{number % 10}"
+            steps, rewards = [int(line["step"]) for line in run.steps], [line["reward/mean"] for line in run.steps]
+            axes.plot(steps, rewards, ".", color=color, alpha=0.35)
+            axes.plot(steps, moving_average(rewards), color=color, linewidth=2.0, label=label)
+            for line in run.validations:
+                axes.plot(
+                    line.get("val/step", line["step"]), line["val/mean"], "s", color=color, markerfacecolor="white"
+                )
+
+
+@contextmanager
+def _axes(path: Path, *, title: str) -> Iterator[Any]:
+    """Axes of mean score over steps; drawn into `path` at the end."""
+    from matplotlib.figure import Figure  # not pyplot, which takes half a second more to import
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel="step", ylabel="mean score of the batch")
+    yield axes
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+    with replacing(path) as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
+
+
+def write_summary(path: Path, summary: Mapping[str, object]) -> None:
+    """Write the run's final figures as JSON. Raises ValueError for NaN and infinity: a summary holds finite numbers."""
+    text = json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def summary_table(summary: Mapping[str, object], *, title: str) -> Table:
+    """The final figures as a table of two columns; nested mappings become `outer.inner` rows."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in flat(summary).items():
+        if value != {}:
+            table.add_row(name, _cell(value))
+    return table
+
+
+def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, prefix=f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
+def _cell(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

@@ -243,28 +243,34 @@ class TensorBoardSink:
             self._writer.close()
 
 
-class WandbSink:
-    """Weights & Biases; its own environment variables choose account and mode."""
+class ServiceSink:
+    """A run of Weights & Biases or of SwanLab, whose own environment variables choose account and mode."""
 
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
-        import wandb
-
+    def __init__(self, begin: Callable[..., Any], *, known: str | None, **where: Any) -> None:
         self.id = known or new_id()
-        self._run = wandb.init(
-            project=PROJECT,
-            name=name,
-            dir=str(folder),
-            config=config,
-            id=self.id,
-            resume="allow",
-            allow_val_change=True,
-        )
+        self._run = begin(id=self.id, resume="allow", **where)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def wandb_sink(*, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> ServiceSink:
+    """Weights & Biases."""
+    import wandb
+
+    place = {"dir": str(folder), "allow_val_change": True}
+    return ServiceSink(wandb.init, known=known, project=PROJECT, name=name, config=config, **place)
+
+
+def swanlab_sink(*, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> ServiceSink:
+    """SwanLab."""
+    import swanlab
+
+    place = {"experiment_name": name, "logdir": str(folder / "swanlab")}
+    return ServiceSink(swanlab.init, known=known, project=PROJECT, config=config, **place)
 
 
 class MlflowSink:
@@ -288,29 +294,11 @@ class MlflowSink:
         self._mlflow.end_run()
 
 
-class SwanlabSink:
-    """SwanLab; its own settings choose account and mode."""
-
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
-        import swanlab
-
-        self.id, place = known or new_id(), str(folder / "swanlab")
-        self._run = swanlab.init(
-            project=PROJECT, experiment_name=name, logdir=place, config=config, id=self.id, resume="allow"
-        )
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 SINKS: dict[str, Callable[..., Sink]] = {
     "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
+    "wandb": wandb_sink,
     "mlflow": MlflowSink,
-    "swanlab": SwanlabSink,
+    "swanlab": swanlab_sink,
 }
 
 

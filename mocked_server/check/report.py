@@ -1,6 +1,7 @@
-"""The trainability report: what one run of an agent gives a learner, what stands in the way, and what to change.
+"""The trainability report: what one run of an agent gives a learner, what stands in the way, and what to change; and what the tiny
+model says to the agent meanwhile.
 
-Pure: figures in, `Report` out, as text or as JSON. `mocked_server.check.trial` collects the figures.
+Pure: figures in, `Report` out, as text or as JSON; a request in, its line out. `mocked_server.check.trial` collects the figures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
 from configs.schema import RolloutConfig
-from mocked_server.check.scripted_replies import ENV_ANSWER
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import (
     CHAT,
@@ -37,6 +37,14 @@ NAMES = {
     GEMINI_STREAM: "Google streamGenerateContent",
     GEMINI_COUNT: "Google token counts",
 }
+ENV_ANSWER = {
+    "done": True,
+    "score": 0.0,
+    "reward": 0.0,
+    "observation": "",
+    "messages": [{"role": "user", "content": "Hi"}],
+}
+"""What the stand-in for the environment says to everything; see `mocked_server.check.trial`."""
 NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
 TIMED_OUT = 124
 LAST_LINES = 4
@@ -252,3 +260,126 @@ def features_of(path: str, fields: dict[str, Any]) -> list[str]:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({n})" for name, n in counts.items()) or "none"
+
+
+# What the tiny model says while an agent is tried out: valid tool calls first, then a final answer. An untrained model says nothing
+# that an agent could act on. So each request is given a line, which the real engine is then made to sample: the tokens, their
+# log-probabilities and everything around them are real, only the words are ours.
+
+LINE = "rehearsal_line"
+"""Key of the line in `Call.extra_args`, which reaches the engine in every dialect."""
+TOOL_ROUNDS = 3
+"""Tool results in a conversation after which the model answers in words. The second of these rounds calls two tools at once."""
+ANSWER = "Done. The answer is 42."
+MAX_DEPTH = 6
+
+Fields = dict[str, Any]
+
+
+def line_for(path: str, fields: Fields) -> str:
+    """A tool call (as hermes writes it), an example of the requested format, or a short answer."""
+    tools = _tools(path, fields)
+    results = _num_results(path, fields)
+    choice = fields.get("tool_choice")
+    name = _named(choice)
+    forced = name is not None or choice in ("required", {"type": "any"})
+    if tools and choice not in ("none", {"type": "none"}) and (forced or results < TOOL_ROUNDS):
+        called = [tools[results % len(tools)]] if name is None else [tool for tool in tools if tool[0] == name]
+        if results == 1 and not forced and fields.get("parallel_tool_calls") is not False:
+            called = [tools[1 % len(tools)], tools[2 % len(tools)]]
+        return "\n".join(_call(tool, example(schema)) for tool, schema in called)
+    schema = _output_schema(path, fields)
+    return ANSWER if schema is None else json.dumps(example(schema))
+
+
+def example(schema: Any, *, root: Any = None, depth: int = 0) -> Any:
+    """The smallest value that a JSON schema describes, as far as its common words say."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return "example"
+    root = schema if root is None else root
+    for word in ("const", "default"):
+        if schema.get(word) is not None:
+            return schema[word]
+    for word in ("enum", "examples"):
+        if schema.get(word):
+            return schema[word][0]
+    for word in ("anyOf", "oneOf", "allOf"):
+        if schema.get(word):
+            return example(schema[word][0], root=root, depth=depth + 1)
+    if "$ref" in schema:
+        return example(_referred(root, schema["$ref"]), root=root, depth=depth + 1)
+    return _by_type(schema, root=root, depth=depth)
+
+
+def _by_type(schema: Fields, *, root: Any, depth: int) -> Any:
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    if kind == "object" or "properties" in schema:
+        needed = schema.get("required", list(schema.get("properties", {})))
+        properties = schema.get("properties", {})
+        return {name: example(properties.get(name), root=root, depth=depth + 1) for name in needed}
+    if kind == "array":
+        return [example(schema.get("items"), root=root, depth=depth + 1)] * max(1, int(schema.get("minItems", 1)))
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    return {"boolean": True, "null": None}.get(str(kind), "example")
+
+
+def _referred(root: Any, reference: str) -> Any:
+    for word in reference.removeprefix("#/").split("/"):
+        root = root.get(word) if isinstance(root, dict) else None
+    return root
+
+
+def _call(name: str, arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def _tools(path: str, fields: Fields) -> list[tuple[str, Any]]:
+    """(name, schema of its arguments) of each function that the request offers."""
+    found = []
+    for tool in fields.get("tools") or ():
+        if path == CHAT:
+            tool = tool.get("function", {})
+        elif path == RESPONSES and tool.get("type") != "function":
+            continue  # tools that a server runs
+        schema = tool.get("input_schema") if path == MESSAGES else tool.get("parameters")
+        if "name" in tool:
+            found.append((str(tool["name"]), schema or {"type": "object"}))
+    return found
+
+
+def _num_results(path: str, fields: Fields) -> int:
+    """Turns of the conversation that bring tool results."""
+    if path == RESPONSES:
+        items = fields.get("input")
+        kinds = [str(item.get("type")) for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+        brings = [kind.endswith("_call_output") for kind in kinds]
+    elif path == MESSAGES:
+        parts = [m.get("content") for m in fields.get("messages") or ()]
+        brings = [isinstance(p, list) and any(block.get("type") == "tool_result" for block in p) for p in parts]
+    else:
+        brings = [message.get("role") == "tool" for message in fields.get("messages") or ()]
+    return sum(now and not before for before, now in zip([False, *brings], brings, strict=False))
+
+
+def _named(choice: Any) -> str | None:
+    if not isinstance(choice, dict):
+        return None
+    name = choice.get("name") or (choice.get("function") or {}).get("name")
+    return None if name is None else str(name)
+
+
+def _output_schema(path: str, fields: Fields) -> Any:
+    """The JSON schema that the answer must follow; None: free text."""
+    if path == RESPONSES:
+        wanted = (fields.get("text") or {}).get("format") or {}
+    elif path == MESSAGES:
+        wanted = (fields.get("output_config") or {}).get("format") or {}
+    else:
+        wanted = fields.get("response_format") or {}
+    if wanted.get("type") == "json_object":
+        return {"type": "object"}
+    if wanted.get("type") != "json_schema":
+        return None
+    return (wanted.get("json_schema") or wanted).get("schema")

@@ -2,7 +2,7 @@
 
 Called by `mocked_server.check.__main__`. The agent is started in an empty folder, with the environment that training gives it
 and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
-`scripted_replies`. Its environment is a stand-in.
+`line_for`. Its environment is a stand-in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffers.errors import RequestRefused
 from buffers.ledger.ledger import Ledger
@@ -28,13 +28,15 @@ from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
 from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.check.report import Report, TrialObservations, features_of, make_report
-from mocked_server.check.scripted_replies import LINE, StandInEnvironment, line_for
+from mocked_server.check.report import ENV_ANSWER, LINE, Report, TrialObservations, features_of, line_for, make_report
 from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
+
+if TYPE_CHECKING:
+    from mocked_server.vllm.engine_arguments import EngineSettings
 
 MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about two letters
 MAX_ERRORS = 20
@@ -158,7 +160,8 @@ async def check(
 
 @asynccontextmanager
 async def trial_server() -> AsyncIterator[AgentTrial]:
-    """A server with a tiny model that says what `scripted_replies` chose. Raises UnderstudyError when it does not start."""
+    """A server with a tiny model that says what `mocked_server.check.report` chose. Raises UnderstudyError when it does not
+    start."""
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model
@@ -166,15 +169,12 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
     from mocked_server.vllm.engine import VLLMEngine
     from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
-    rollout, server_config = (
-        RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
-        ServerConfig(tool_parser="hermes"),
-    )
     with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
         model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
         settings = EngineSettings(
-            model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=server_config
-        )
+            model_path=model, served_name="policy", dtype="float32", server=ServerConfig(tool_parser="hermes"),
+            rollout=RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
+        )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vars(args).update(REHEARSAL_ARGUMENTS)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
@@ -182,7 +182,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
         await engine.start()
         try:
             with Ledger(None) as ledger:
-                server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
+                server, _ = server_of(settings, ledger, args=args, vllm_config=vllm_config)
                 rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
                 generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
@@ -200,27 +200,20 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
             await engine.close()
 
 
-def _server(
-    ledger: Ledger, *, args: Any, vllm_config: Any, rollout: RolloutConfig, config: ServerConfig
-) -> MockedServer:
+def server_of(
+    settings: EngineSettings, ledger: Ledger, *, args: Any, vllm_config: Any, max_running: int = 1, **more: Any
+) -> tuple[MockedServer, TaskPool]:
+    """A server as the pipeline has it, not started yet, and the pool of its tasks, each in a group of one. `args` and
+    `vllm_config`: of the settings; `more`: of `MockedServer`."""
     pool = TaskPool(
-        ledger,
-        group_size=1,
-        groups_per_step=1,
-        max_policy_lag=None,
-        max_running=1,
-        deadline_s=1e6,
+        ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=max_running, deadline_s=1e6,
         max_attempts=1,
-    )
-    rounds = MultiRoundBufferDataset(ledger)
-    return MockedServer(
-        args=args,
-        vllm_config=vllm_config,
-        rollout=rollout,
-        server=config,
-        pool=pool,
-        notify_score_fn=rounds.notify_score,
-    )
+    )  # fmt: skip
+    server = MockedServer(
+        args=args, vllm_config=vllm_config, rollout=settings.rollout, server=settings.server, pool=pool,
+        notify_score_fn=MultiRoundBufferDataset(ledger).notify_score, **more,
+    )  # fmt: skip
+    return server, pool
 
 
 async def run_agent(
@@ -265,3 +258,55 @@ def _copy(reading: int, sink: int) -> str:
             os.write(sink, chunk)
             last = (last + chunk)[-LAST_BYTES:]
     return last.decode(errors="replace")
+
+
+# An environment that says yes to everything, for an agent that is tried out: what `ENV_ADDRESS` names in `mocked_server.check`.
+# The real one (`env.command`) is not started there: its scores mean nothing for a model that says made-up words. Each HTTP
+# request is answered with 200 and `ENV_ANSWER`, each other line with `ENV_ANSWER` as a line.
+
+METHODS = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ", b"OPTIONS ")
+MAX_BODY_BYTES = 1 << 24
+
+
+class StandInEnvironment:
+    """`num_messages`: how many it has answered."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.num_messages = 0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[StandInEnvironment]:
+        """Serve on a free port of loopback until the context ends."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_BODY_BYTES)
+        host, port = server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError, EOFError):  # the agent left, or speaks something else
+            while line := await reader.readline():
+                self.num_messages += 1
+                body = json.dumps(ENV_ANSWER).encode()
+                if line.startswith(METHODS):
+                    await _read_request(reader)
+                    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                    writer.write(head.encode() + body)
+                else:
+                    writer.write(body + b"\n")
+                await writer.drain()
+        writer.close()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> None:
+    """The rest of its head, and its body."""
+    length = 0
+    while (header := (await reader.readline()).strip()) != b"":
+        name, _, value = header.partition(b":")
+        if name.lower() == b"content-length":
+            length = int(value)
+    if length:
+        await reader.readexactly(min(length, MAX_BODY_BYTES))

@@ -1,4 +1,4 @@
-"""An engine that samples the line which `scripted_replies` put into a request: vLLM's own, made to say the words.
+"""An engine that samples the line which `mocked_server.check.report` put into a request: vLLM's own, made to say the words.
 
 Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random
 length, encoded one by one), as a sampling model does: what depends on encoding text again is found out. Only what is
@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from buffers.records import Row
-from mocked_server.check.scripted_replies import LINE
+from mocked_server.check.report import LINE
 from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.vllm.engine import VLLMEngine
 

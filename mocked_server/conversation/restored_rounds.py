@@ -22,7 +22,7 @@ _INPUTS_END, _IDENTITY_END = 2 * DIGEST_BYTES, 4 * DIGEST_BYTES
 
 def memo_of(chat: Conversation | None, cause: BranchCause | None = None) -> bytes:
     """What the ledger keeps of a chat beside its ids: the digests by which a later request is recognised, then why it could not
-    continue the answer before, for people (`buffers.ledger.reading.round_causes`)."""
+    continue the answer before, for people (`buffers.ledger.branches`)."""
     if chat is None:
         return b""
     return chat.digests[-1] + chat.asked.inputs + chat.asked.identity + (cause.value.encode() if cause else b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gateway import Words, _compared, rounds_of, servers
-from benchmarks.processes.gateway_server import Settings
+from benchmarks.gateway_server import Settings
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu import run_all
+from benchmarks import gpu
 from benchmarks.harness import ROOT, RunFailed, free_port
 from benchmarks.learner import compare, long_tailed_rows, measure_sides, shown
-from benchmarks.learner_sides import WAYS, Rows, equal_piles, make_trainer, padding_share, side_keys, timed_steps
+from benchmarks.learner_sides import WAYS, Rows, equal_piles, make_trainer, side_keys, timed_steps
 from configs.tiny_model import make_tiny_model
 from learner.model.layers import Work, matmul_rate
 
@@ -33,7 +33,6 @@ def test_rows_have_a_long_tail_and_train_what_was_sampled(tmp_path: Path) -> Non
 def test_padded_piles_stay_within_the_budget() -> None:
     lengths = np.array([100, 10, 90, 20, 30, 95])
     assert equal_piles(lengths, rows=range(6), token_budget=200) == [[0, 1], [2, 3], [4, 5]]
-    assert padding_share(lengths, piles=[[0, 1], [2, 3], [4, 5]]) == pytest.approx(1 - 345 / 570)
 
 
 @pytest.mark.seconds
@@ -78,8 +77,8 @@ def scripted_side(side: str) -> dict[str, Any]:
     update_s = {"packed": [2.0, 1.0, 3.0], "padded": [5.0, 6.0, 4.0], "two_ranks": [1.25] * 3}.get(side)
     if update_s is None:
         raise RunFailed("out of luck")
-    steps = [{"update_s": s, "step_s": 2 * s, "cpu_s": 3 * s, "grad_norm": 1.0} for s in update_s]
-    return {"steps": steps, "warm_up": steps[0], "peak_memory_mb": 10.0, "padding_share": 0.0}
+    steps = [{"update_s": s, "step_s": 2 * s, "grad_norm": 1.0} for s in update_s]
+    return {"steps": steps, "warm_up": steps[0], "peak_memory_mb": 10.0}
 
 
 def test_speed_ups_are_of_medians_and_a_rival_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +97,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with one it would run for an hour
-    assert run_all.main([]) == run_all.NO_GPU
+    assert gpu.main([]) == gpu.NO_GPU
     assert "benchmarks.gpu needs an NVIDIA GPU, got torch" in capsys.readouterr().err
 
 
@@ -115,8 +114,8 @@ def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:
     assert report["speedup_vs_padded"] == padded["update_s"] / packed["update_s"]
     assert max(report[name] for name in report if name.startswith("grad_norm_difference")) < 1e-4
     assert 0.0 < report["share_of_matmul_rate"] < 1.0 and report["peak_memory_mb"] > 0.0
-    gpu = [sys.executable, "-m", "benchmarks.gpu.run_all", "--device", "cpu", "--json", str(path)]
-    done = subprocess.run(gpu, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["failed"] == {} and report["fsdp"]["largest_difference"] == 0.0 and report["logprobs"]["max"] < 1e-4

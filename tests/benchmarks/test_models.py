@@ -1,4 +1,4 @@
-"""Rules of benchmarks/models.py, its processes and scripts/models_page.py: what becomes of a family, in report and page."""
+"""Rules of benchmarks/models.py, its processes and scripts/made_pages.py: what becomes of a family, in report and page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import model_sides, models
+from benchmarks import models
 from benchmarks.learner_sides import stem_rows
 from benchmarks.models import ADAPTER, Work, apart, judged, sentence, totals
-from scripts.models_page import engine, given, older, row
+from scripts.made_pages import engine, given, older, row
 
 RIGHT: dict[str, Any] = {
     "end": "ok", "given": [], "dtype": "float32", "steps": 3, "max_logprob_diff": 3e-6, "mean_logprob_diff": 1e-6,
@@ -123,7 +123,7 @@ def test_a_row_of_the_page_says_what_was_seen() -> None:
 def test_what_padding_costs_is_measured_in_turn() -> None:
     model = {"hidden": 64, "layers": 1, "ffn": 64, "heads": 2, "kv_heads": 1}
     batch = {"groups": 1, "rows": 4, "stem": 16, "tails": (4, 64)}
-    found = model_sides.padded_cost(repeats=3, model=model, batch=batch)
+    found = models.passes_cost(repeats=3, model=model, batch=batch)
     assert len(found["packed_s"]) == len(found["padded_s"]) == 3
     assert found["padded_cost"] == np.median(found["padded_s"]) / np.median(found["packed_s"]) > 0.0
 

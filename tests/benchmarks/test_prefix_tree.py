@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.learner_sides import Rows
-from benchmarks.prefix_tree import agent_rows, apart_rows, group_rows
+from benchmarks.learner_sides import Rows, agent_rows, apart_rows, group_rows
 from learner.training.tree_packing import PrefixTree
 
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from buffers.outgoing import BOUNDS, ENGINE, MCP, ROLE, AnswerRefused, Bounds, Outgoing
-from scripts.outgoing_table import CLIENTS_OF_OTHERS, OURS, page
+from scripts.made_pages import CLIENTS_OF_OTHERS, OURS, written
 from tests.support.faults.hostile_http import BOMB, ENDLESS, hostile, whole
 from tests.support.patience import PATIENCE_S
 
@@ -90,8 +90,8 @@ async def test_an_answer_of_just_the_limit_is_taken() -> None:
 
 
 def test_the_table_of_the_document_is_made_from_the_code() -> None:
-    assert (ROOT / "SECURITY.md").read_text(encoding="utf-8") == page(), (
-        "run `python scripts/outgoing_table.py --write`"
+    assert (ROOT / "SECURITY.md").read_text(encoding="utf-8") == written("outgoing"), (
+        "run `python scripts/made_pages.py --write`"
     )
 
 

@@ -12,9 +12,7 @@ import pytest
 
 from buffers.errors import EnvError
 from buffers.records import Episode
-from env_adapters import catalog
-from env_adapters.adapter import EnvAdapter, Step, WithDeadlines
-from env_adapters.catalog import make_adapter
+from env_adapters.adapter import ADAPTERS, EnvAdapter, Step, WithDeadlines, adapter_class, make_adapter
 from env_adapters.guarded_calls import WorkerThread
 from env_adapters.guessing_game import GuessingGame
 from env_adapters.gymnasium_env import GymnasiumEnv
@@ -104,8 +102,8 @@ def test_an_environment_that_is_not_there_is_refused_with_the_nearest_name() -> 
 
 
 def test_every_name_leads_to_an_adapter() -> None:
-    for name in catalog.ADAPTERS:
-        assert issubclass(catalog.adapter_class(name), EnvAdapter)
+    for name in ADAPTERS:
+        assert issubclass(adapter_class(name), EnvAdapter)
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

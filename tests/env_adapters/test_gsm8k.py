@@ -17,8 +17,7 @@ import pytest
 
 from buffers.errors import TaskError
 from buffers.tasks.parquet import read_tasks
-from env_adapters.adapter import Step, WithDeadlines
-from env_adapters.catalog import make_adapter
+from env_adapters.adapter import Step, WithDeadlines, make_adapter
 from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
 from env_adapters.scoring.scorers import SCORERS
 from tests.support.patience import PATIENCE_S

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from watchfiles import watch
 
+from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

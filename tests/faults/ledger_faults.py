@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.support.processes.child_process import Lines, child_process
 
 ROOT = Path(__file__).parents[2]

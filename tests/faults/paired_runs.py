@@ -26,8 +26,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import parser_of, play, run_to_end
+from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.faults.killer import kill_one
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from buffers.ledger.round_codec import decode
+from buffers.ledger.encode import decode
 from buffers.ledger.schema import read_database
 from tests.faults.ledger_faults import FILE_KILLS, ROOT, Log, check, child_environment, sum_of
 from tests.support.ports import held_port

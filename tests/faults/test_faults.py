@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.faults.ledger_faults import Log, check, ledger_faults
 from tests.faults.server_faults import server_faults
 from tests.support.buffer_parts import make_round, open_running

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.faults.disk_faults import ROOT, started
 from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 from tests.support.patience import PATIENCE_S

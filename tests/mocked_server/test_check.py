@@ -12,8 +12,16 @@ import pytest
 
 from buffers.records import Task
 from mocked_server.check.__main__ import TASK, main
-from mocked_server.check.report import NARROWS, TrialObservations, features_of, make_report
-from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
+from mocked_server.check.report import (
+    ANSWER,
+    LINE,
+    NARROWS,
+    TrialObservations,
+    example,
+    features_of,
+    line_for,
+    make_report,
+)
 from mocked_server.check.trial import AgentTrial
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from tests.support.patience import PATIENCE_S

@@ -48,7 +48,7 @@ OWNERS = {
     "fastapi": {"mocked_server/http/routes.py"},
     "prometheus_client": {"mocked_server/http/prometheus_text.py"},
     "uvicorn": {"mocked_server/http/uvicorn_server.py"},
-    "pyarrow": {"buffers/tasks/parquet.py", "buffers/tasks/datasets.py", "buffers/ledger/tools/export.py"},
+    "pyarrow": {"buffers/tasks/parquet.py", "buffers/tasks/datasets.py", "buffers/ledger/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {
@@ -63,7 +63,7 @@ OWNERS = {
     },
     "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},
-    "matplotlib": {"learner/reporting/summary.py"},
+    "matplotlib": {"learner/reporting/display.py"},
     "tensorboard": {"learner/reporting/tracker.py"},
     "wandb": {"learner/reporting/tracker.py"},
     "mlflow": {"learner/reporting/tracker.py"},
@@ -316,7 +316,7 @@ def test_what_is_caught_has_a_name():
 
 WALL_CLOCKS = ("time.time", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.datetime.now")
 FOR_PEOPLE = {
-    "buffers/ledger/tools/cli.py": "ages that are printed",
+    "buffers/ledger/cli.py": "ages that are printed",
     "learner/page/run_view.py": "ages that are shown, and whether a run of another machine writes now",
     "learner/page/export.py": "when a page was exported",
     "learner/reporting/run_record.py": "when a line was written",

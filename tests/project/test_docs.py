@@ -65,17 +65,17 @@ def test_the_code_map_is_what_the_docstrings_say():
 
 def test_what_is_refused_and_ignored_is_what_the_rules_say():
     tables = re.findall(r"^<!-- (?:refused|ignored) -->\n(.*?)^<!-- /", text("docs/agents.md"), flags=re.M | re.S)
-    assert "".join(tables) == generated("scripts/refused_fields.py"), "write it: make docs"
+    assert "".join(tables) == generated("scripts/made_pages.py", "refused", "ignored"), "write it: make docs"
 
 
 def test_the_results_are_what_the_benchmarks_reports_say():
-    assert text("docs/results.md") == generated("scripts/results_page.py"), "write it: make docs"
+    assert text("docs/results.md") == generated("scripts/made_pages.py", "results"), "write it: make docs"
     (block,) = re.findall(r"^<!-- results -->\n(.*?)^<!-- /results -->$", text("README.md"), flags=re.M | re.S)
-    assert block == generated("scripts/results_page.py", "--short"), "write it: make docs"
+    assert block == generated("scripts/made_pages.py", "short"), "write it: make docs"
 
 
 def test_the_page_of_models_is_what_its_report_says():
-    assert text("docs/models.md") == generated("scripts/models_page.py"), "write it: make docs"
+    assert text("docs/models.md") == generated("scripts/made_pages.py", "models"), "write it: make docs"
 
 
 def test_the_readme_is_one_page():

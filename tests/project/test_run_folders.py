@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.families import make_family
-from buffers.ledger.round_codec import decode
+from buffers.ledger.encode import decode
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others

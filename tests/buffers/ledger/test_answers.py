@@ -1,13 +1,13 @@
-"""Rules of buffers/ledger/tools/answers.py: what a person reads of an episode is what was asked and what was said last."""
+"""Rules of buffers/ledger/answers.py: what a person reads of an episode is what was asked and what was said last."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
 
+from buffers.ledger.answers import LONGEST, Answer, answers, first_and_last, in_a_line, samples
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.reading.reader import LedgerReader
-from buffers.ledger.tools.answers import LONGEST, Answer, answers, first_and_last, in_a_line, samples
+from buffers.ledger.reader import LedgerReader
 from buffers.records import Task
 from tests.support.buffer_parts import make_round, open_running
 

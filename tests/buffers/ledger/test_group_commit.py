@@ -13,8 +13,7 @@ import pytest
 
 from buffers.errors import StorageFull, UnderstudyError
 from buffers.ledger import group_commit
-from buffers.ledger.group_commit import GroupCommit, Rules
-from buffers.ledger.refusals import holders, is_passing, why_not_stored
+from buffers.ledger.group_commit import GroupCommit, Rules, holders, is_passing, why_not_stored
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import Lines as Output
 from tests.support.processes.child_process import child_process

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
+from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from buffers.ledger import branches
 from buffers.ledger.batches import group_rows, read_rounds
-from buffers.ledger.ledger import Ledger
-from buffers.ledger.reading import round_causes
-from buffers.ledger.reading.branches import branches_of, window_of
-from buffers.ledger.reading.episodes import (
+from buffers.ledger.branches import branches_of, window_of
+from buffers.ledger.episode_views import (
     NEWEST,
     EpisodeFilter,
     FilterError,
@@ -26,7 +25,8 @@ from buffers.ledger.reading.episodes import (
     search,
     to_look_at,
 )
-from buffers.ledger.reading.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
 from buffers.records import Position
 from mocked_server.conversation.branch_causes import EXPECTED, BranchCause
 from tests.learner.page.page_parts import fill, make_run, memo, open_group, said, train
@@ -108,8 +108,8 @@ def test_a_filter_finds_what_the_tables_hold(reader):
         "4-1-0",
     ]
     assert found(reader, task="walk-3") == ["3-0-0", "3-1-0"] == found(reader, group=3)
-    bit = 1 << round_causes.CAUSES.index("history_edited")
-    assert found(reader, causes=bit) == found(reader, causes=round_causes.ANY_BREAK) == ["1-0-0"]
+    bit = 1 << branches.CAUSES.index("history_edited")
+    assert found(reader, causes=bit) == found(reader, causes=branches.ANY_BREAK) == ["1-0-0"]
     assert found(reader, tokens=(9, None), rounds=(3, 3)) == ["1-0-0"]
     with reader.read() as db:
         assert [one.seq for one in episodes_at(db, range(1, 11)) if one.cut] == [1]
@@ -213,17 +213,17 @@ def test_an_aborted_round_is_a_branch_that_trains_nothing(run):
 
 
 def test_causes_are_the_servers_and_second_rounds_are_named_by_its_rule():
-    assert set(round_causes.CAUSES) == {cause.value for cause in BranchCause}
-    assert set(round_causes.MEANT) == {cause.value for cause in EXPECTED}
+    assert set(branches.CAUSES) == {cause.value for cause in BranchCause}
+    assert set(branches.MEANT) == {cause.value for cause in EXPECTED}
     one, two = b"1" * 64, b"2" * 64
-    assert round_causes.causes_of([(0, None, "stop", one), (1, 0, "stop", two)]) == {}
-    assert round_causes.causes_of([(0, None, "stop", one), (1, None, "stop", one)]) == {1: "resampled"}
-    assert round_causes.causes_of([(0, None, "stop", one), (1, None, "stop", two)]) == {1: "new_conversation"}
-    assert round_causes.causes_of([(0, None, "stop", b""), (1, None, "stop", b"")]) == {1: "prompt_differs"}
+    assert branches.causes_of([(0, None, "stop", one), (1, 0, "stop", two)]) == {}
+    assert branches.causes_of([(0, None, "stop", one), (1, None, "stop", one)]) == {1: "resampled"}
+    assert branches.causes_of([(0, None, "stop", one), (1, None, "stop", two)]) == {1: "new_conversation"}
+    assert branches.causes_of([(0, None, "stop", b""), (1, None, "stop", b"")]) == {1: "prompt_differs"}
     three = [(0, None, "stop", one), (1, 0, "stop", two), (2, 0, "stop", b"3" * 64)]
-    assert round_causes.causes_of(three) == {2: "forked"}
-    assert round_causes.causes_of([(0, None, "abort", one), (1, None, "stop", one)]) == {}
-    assert round_causes.causes_of([(0, None, "stop", one + b"retokenized")]) == {0: "retokenized"}
+    assert branches.causes_of(three) == {2: "forked"}
+    assert branches.causes_of([(0, None, "abort", one), (1, None, "stop", one)]) == {}
+    assert branches.causes_of([(0, None, "stop", one + b"retokenized")]) == {0: "retokenized"}
 
 
 def test_a_ledger_that_was_replaced_is_known_to_be(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.round_codec import RoundBody, decode, encode
+from buffers.ledger.encode import RoundBody, decode, encode
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 TOKEN = st.tuples(INT32, st.floats(width=32, allow_nan=False), INT32 | st.sampled_from([0, 1]))

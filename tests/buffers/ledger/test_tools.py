@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from buffers.ledger.cli import main
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.tools.cli import main
 from buffers.records import ScoreDetail
 from tests.support.buffer_parts import make_ready, make_round, open_running
 
@@ -166,3 +166,41 @@ def test_what_is_no_ledger_is_refused_in_one_line(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_episodes_that_match_are_listed_with_their_last_words(
+    run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        tool("episodes", run, "--tokenizer", tiny_model, "--where", "state=scored", "min_score=0.5", "--sort=-score")
+        == 0
+    )
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["episode", "step", "version", "score"] and first.split()[:4] == ["3-0-0", "-", "3", "2"]
+    assert tool("episodes", run, "--tokenizer", tiny_model, "--limit", "1", "--json") == 0
+    shown = capsys.readouterr()
+    line = json.loads(shown.out)
+    assert {
+        "episode_id",
+        "state",
+        "question",
+        "answer",
+        "score",
+        "truth",
+    } <= line.keys() and "more; --limit" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--where", "sate=scored"], "--where must name one of step, task"),
+        (["--where", "state=done"], "state must be of"),
+        (["--where", "min_score=much"], "min_score must be a number, got 'much'"),
+        (["--limit", "0"], "--limit must be at least 1"),
+    ],
+)
+def test_what_no_episode_can_match_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    assert tool("episodes", run, *words) == 2
+    assert named in capsys.readouterr().err

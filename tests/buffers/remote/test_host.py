@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
+from buffers.ledger.doctor import findings
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import adopt_episode
 from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from buffers.remote.host import LedgerGone
 from buffers.remote.messages import job_of
 from buffers.remote.outbox import MAX_FRAME_BYTES, Outgoing, frames, parcels

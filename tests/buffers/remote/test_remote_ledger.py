@@ -17,9 +17,9 @@ import pytest
 import ray
 
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
+from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from buffers.records import EpisodeState
 from buffers.remote.host import LedgerGone
 from buffers.remote.ray_actor import find_actor

@@ -16,7 +16,7 @@ from typing import Any
 
 import openai
 
-from benchmarks.processes.gateway_load import Plan
+from benchmarks.gateway_load import Plan
 
 
 async def play_all(plan: Plan, number: int, figures: dict[str, Any], over: asyncio.Event) -> None:

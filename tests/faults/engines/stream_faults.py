@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gateway import LATER, WORDS, Server, servers
+from benchmarks.gateway_server import Settings
 from benchmarks.harness import ROOT
-from benchmarks.processes.gateway_server import Settings
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores
 from buffers.training_rows import episode_rows

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from learner.page.access import COOKIE, POLICY, Access
 from learner.page.run_set import RunSet
-from learner.page.serve import admin_keys, build_app
+from learner.page.serve import COOKIE, POLICY, Access, admin_keys, build_app
 from mocked_server.keys import KeyRing, make_secret
 from tests.learner.page.page_parts import make_run
 

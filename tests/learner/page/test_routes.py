@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from buffers.ledger.batches import group_rows
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.reading.reader import LedgerReader
+from buffers.ledger.reader import LedgerReader
 from buffers.records import TrainBatch
 from learner.page.run_set import RunSet
 from learner.page.serve import build_app

@@ -19,8 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from buffers.disk import append, check_takes, replacing
 from learner.reporting import tracker as tracker_module
-from learner.reporting.display import Display
-from learner.reporting.summary import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
+from learner.reporting.display import Display, moving_average, reward_curve_png, summary_table, write_summary
 from learner.reporting.tracker import Tracker, TrackerError, check_trackers
 from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 
@@ -74,29 +73,9 @@ def test_the_picture_is_a_whole_png_and_replaces_the_last_one(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir()] == ["reward.png"]
 
 
-def test_the_curve_as_text() -> None:
-    assert reward_curve_text([0.0, 0.5, 0.75, 1.0], optimum=1.0, height=5) == "\n".join(
-        [
-            "   1.00 |---*",
-            "   0.75 |  *",
-            "   0.50 | *",
-            "   0.25 |",
-            "   0.00 |*",
-            "        +----",
-            "   step  1  4",
-        ]
-    )
-    wide = reward_curve_text([step / 500 for step in range(500)], optimum=None, width=40, height=8)
-    assert max(len(line) for line in wide.splitlines()) == 40
-    assert "-" not in wide.splitlines()[0]
-    assert reward_curve_text([0.0], optimum=None, height=2).splitlines()[1] == "   0.00 |*"
-
-
 @pytest.mark.parametrize("rewards", [[], [0.5, math.nan]])
 def test_a_curve_of_nothing_or_of_nan_is_refused(tmp_path: Path, rewards: list[float]) -> None:
     with pytest.raises(ValueError, match="needs >= 1 step, got 0" if not rewards else "must be finite, got nan"):
-        reward_curve_text(rewards, optimum=1.0)
-    with pytest.raises(ValueError):
         reward_curve_png(tmp_path / "x.png", rewards, optimum=1.0, title="demo")
     assert list(tmp_path.iterdir()) == []
 

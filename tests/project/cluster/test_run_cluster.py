@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import ray
 
+from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.ledger.tools.doctor import findings
 from buffers.remote.ray_actor import NAMESPACE, find_actor
 from buffers.wire.address import Way, WireAddress, is_loopback
 from mocked_server.keys import make_secret

@@ -17,8 +17,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from buffers.ledger.branches import MEMO_BYTES
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.reading.round_causes import MEMO_BYTES
 from buffers.records import Round, ScoreDetail, Task
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>\u202e"

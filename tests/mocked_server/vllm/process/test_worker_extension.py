@@ -117,7 +117,7 @@ async def test_the_refusal_of_a_worker_is_an_error_of_one_line() -> None:
 def test_a_real_engine_samples_from_the_weights_that_it_was_given(name: str, tmp_path: Path) -> None:
     """Experts that a CPU's kernel packs, and those that vLLM's own way keeps as they were (gpt-oss)."""
     models = [make_family(name, tmp_path / f"{name}-{seed}", seed=seed) for seed in range(2)]
-    command = [sys.executable, "-m", "benchmarks.processes.engine_side", "--models", *map(str, models)]
+    command = [sys.executable, "-m", "benchmarks.engine_side", "--models", *map(str, models)]
     command += ["--out", str(tmp_path / "out.json"), "--requests", "8", "--tokens", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-3000:]

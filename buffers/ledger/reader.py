@@ -1,6 +1,6 @@
 """`LedgerReader`: a ledger's file for those who only read, in another process than its owner and from several threads.
 
-Used by `learner.page`, by `buffers.ledger.tools` and by diagnosis. Invariants: nothing of the ledger's file changes (`mode=ro`); no
+Used by `learner.page`, by `buffers.ledger.cli` and by diagnosis. Invariants: nothing of the ledger's file changes (`mode=ro`); no
 read lasts longer than its block, so that the owner can move what it wrote into the file. A ledger that cannot be read raises
 `LedgerUnreadable`.
 """
@@ -25,7 +25,7 @@ PRAGMA temp_store = MEMORY;
 CREATE TEMP TABLE agent(task INTEGER PRIMARY KEY, task_id TEXT NOT NULL UNIQUE, name TEXT);
 CREATE TEMP TABLE looked(seq INTEGER PRIMARY KEY, num_rounds INTEGER, is_final INTEGER, causes INTEGER, cut INTEGER);
 """
-"""What `reading.episodes` finds out beside the ledger is in memory, and of this connection only."""
+"""What `episode_views` finds out beside the ledger is in memory, and of this connection only."""
 
 
 class LedgerUnreadable(UnderstudyError):

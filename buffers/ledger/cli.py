@@ -1,4 +1,4 @@
-"""`python -m buffers.ledger inspect|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
+"""`python -m buffers.ledger inspect|episodes|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
 
 RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run lives:
 each command sees the ledger as of one commit. It trains nothing and repairs nothing.
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ import yaml
 
 from buffers.disk import replacing
 from buffers.errors import ScoreError, UnderstudyError
+from buffers.ledger.answers import Decode, answer_of, answers, in_a_line
 from buffers.ledger.batches import read_rounds
+from buffers.ledger.doctor import findings
 from buffers.ledger.encode import checked_score
-from buffers.ledger.reading.reader import LedgerReader
+from buffers.ledger.episode_query import EPISODE_KEYS, Query
+from buffers.ledger.episode_views import ORDERS, FilterError, read_agents, search
+from buffers.ledger.export import export_parquet
+from buffers.ledger.reader import LedgerReader
 from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
-from buffers.ledger.tools.answers import Decode, answers
-from buffers.ledger.tools.doctor import findings
-from buffers.ledger.tools.export import export_parquet
 from buffers.records import ScoreDetail
 
 MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
@@ -60,6 +63,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     every = {
         "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),
+        "episodes": (
+            episodes,
+            "episodes that match, a line for each: step, version, score, rounds, tokens, state, answer",
+        ),
         "export": (export, "training rows of all scored episodes, as a parquet file"),
         "doctor": (doctor, "checks the file, every checksum and the counts"),
         "backup": (backup, "a copy of the ledger, also of a live run"),
@@ -69,9 +76,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a ledger file")
         command.set_defaults(act=act)
-        if name in ("inspect", "rescore"):
+        if name in ("inspect", "episodes", "rescore"):
             command.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; default: the run's model")
     commands.choices["inspect"].add_argument("--episode", metavar="ID")
+    listed = commands.choices["episodes"]
+    listed.add_argument(
+        "--where", nargs="+", default=[], metavar="NAME=VALUE",
+        help=f"what they must be, such as state=failed step=10-20 min_score=0.5; names: {', '.join(EPISODE_KEYS)}",
+    )  # fmt: skip
+    listed.add_argument("--sort", choices=list(ORDERS), default="newest", help="their order (default: newest)")
+    listed.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default: 20)")
+    listed.add_argument("--json", action="store_true", help="a line of JSON for each, texts whole")
     commands.choices["export"].add_argument("--parquet", type=Path, required=True, metavar="FILE")
     commands.choices["backup"].add_argument("--to", type=Path, required=True, metavar="FILE")
     again = commands.choices["rescore"]
@@ -113,6 +128,36 @@ def inspect(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) 
         "SELECT reason, count(*) FROM grp WHERE state = 'evicted' GROUP BY reason ORDER BY 2 DESC LIMIT 10"
     ):
         print(f"evicted {number}: {reason}")
+    return 0
+
+
+def episodes(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
+    """Those that match, in order, with what was said last."""
+    given = dict(word.partition("=")[::2] for word in options.where)
+    if unknown := sorted(given.keys() - set(EPISODE_KEYS)):
+        raise FilterError(f"--where must name one of {', '.join(EPISODE_KEYS)}, got {unknown[0]!r:.40}")
+    if options.limit < 1:
+        raise FilterError(f"--limit must be at least 1, got {options.limit}; leave it out for 20")
+    while read_agents(db):
+        pass
+    found = search(db, Query(given).episode_filter(), order=options.sort, limit=options.limit, cursor=None)
+    decode = decoder(path, given=options.tokenizer, plain=True)
+    if not options.json:
+        print(f"{'episode':<14}{'step':>6}{'version':>9}{'score':>8}{'rounds':>8}{'tokens':>8}  state: task, answer")
+    for each in found.episodes:
+        said = answer_of(db, episode_id=each.episode_id, decode=decode)
+        if options.json:
+            print(json.dumps({**asdict(each), **said.record()}, ensure_ascii=False))
+            continue
+        step, version = ("-" if value is None else str(value) for value in (each.step, each.version))
+        score = "-" if each.score is None else f"{each.score:.3g}"
+        state = each.state if each.reason is None else f"{each.state} ({each.reason:.60})"
+        print(
+            f"{each.episode_id:<14}{step:>6}{version:>9}{score:>8}{each.rounds:>8}{each.tokens:>8}  "
+            f"{state}: {each.task_id or 'no task'}, {in_a_line(said.answer)}"
+        )
+    if found.total > len(found.episodes):
+        print(f"{found.total - len(found.episodes):,} more; --limit shows them", file=sys.stderr)
     return 0
 
 

@@ -1,30 +1,88 @@
-"""The parts of `benchmarks.gpu.run_all`: what each runs, the figures that it gives, and the limit that it is held to.
+"""Everything of the learner that only a GPU can show, in one call: `python -m benchmarks.gpu [--json PATH]`.
 
-Called by `benchmarks.gpu.run_all`, which runs one after another and reports what each raises. Invariant: a part needs nothing
-of another, and what trains is in a process of its own, so that a part finds the card's memory free. Sizes are large enough for
-an H100 to be busy, and small enough that all parts without an engine end within five minutes there.
+Each of `PARTS` is judged against a limit, and timed, and reported even if another fails. `fsdp`: the same
+updates in float32 over NCCL (on all GPUs, at most two) and on one CPU rank over gloo. `logprobs`: packed rows against float32 row
+by row. `speed`: packed rows against padded ones, and the share of the measured matrix-product rate. `tree`: the prefix tree.
+`memory`: what a rank takes beside what `--dry-run` says. `engine`: what vLLM alone recorded against what the learner computes,
+before and after new weights. `run`: the same in the first steps of the demo. Without a GPU it says so and ends with exit code 2;
+`--device cpu` goes through the same motions on small models, without the last two, for the script's own sake.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from benchmarks.harness import ROOT, whole_run
+from benchmarks.harness import ROOT, RunFailed, parser_of, play, whole_run
 from benchmarks.learner import long_tailed_rows, run_side
-from benchmarks.learner_memory import QWEN3_06B, Shape, peaks, predicted_items, qwen3
-from benchmarks.learner_sides import MIB, policy_logprobs
-from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, grad_difference, measure_tree
+from benchmarks.learner_costs import QWEN3_06B, Shape, peaks, predicted_items, qwen3
+from benchmarks.learner_sides import MEDIUM, MIB, SMALL, TreeShape, grad_difference, measure_tree, policy_logprobs
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
 from learner.placement.memory import CUDA_BYTES, total
+
+NO_GPU = 2
+WITH_ENGINE = ("engine", "run")
+"""Parts that start vLLM."""
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run the parts, print what they found. Raises RunFailed in the end when a part failed."""
+    small = arguments.device == "cpu"
+    machine = Machine(device=arguments.device, dtype="float32" if small else "bfloat16", small=small)
+    failed, seconds = dict[str, str](), dict[str, float]()
+    yield {
+        "device": "cpu" if small else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d"), "failed": failed, "seconds": seconds,
+    }  # fmt: skip
+    for name in arguments.parts or [part for part in PARTS if not (small and part in WITH_ENGINE)]:
+        began = time.monotonic()
+        (scratch := folder / name).mkdir()
+        try:
+            found = PARTS[name](machine, folder=scratch)
+            print(f"{name}: {json.dumps(found)}", flush=True)
+            yield {name: found}
+        except (UnderstudyError, OSError, RuntimeError, TypeError, ValueError, subprocess.TimeoutExpired) as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name}: failed: {failed[name]}", file=sys.stderr, flush=True)
+        seconds[name] = round(time.monotonic() - began, 1)
+        print(f"{name}: {seconds[name]} s", flush=True)
+        yield {"failed": failed, "seconds": seconds}
+    if failed:
+        raise RunFailed(f"parts failed: {', '.join(failed)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """1: a part failed. 2: no GPU."""
+    parser = parser_of("gpu", doc=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=None, help="these only")
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: small sizes, no limits on speed"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        print(
+            f"benchmarks.gpu needs an NVIDIA GPU, got torch {torch.__version__} without one; run it on a machine with a GPU "
+            f"after `make setup` there, or try the script with --device cpu",
+            file=sys.stderr,
+        )
+        return NO_GPU
+    return play("gpu", arguments, measure)
+
+
+# The parts: what each runs, the figures that it gives, and the limit that it is held to. A part needs nothing of another, and
+# what trains is in a process of its own, so that a part finds the card's memory free. Sizes are large enough for an H100 to be
+# busy, and small enough that all parts without an engine end within five minutes there.
 
 TARGET_SHARE = 0.4
 """Share of the matrix-product rate, at models 2,000 wide."""
@@ -147,7 +205,7 @@ def engine(machine: Machine, *, folder: Path) -> dict[str, Any]:
 
 def _engine_alone(models: list[Path], *, dtype: str, folder: Path) -> dict[str, Any]:
     out = folder / "engine.json"
-    side = [sys.executable, "-m", "benchmarks.processes.engine_side", "--models", *map(str, models), "--out", str(out)]
+    side = [sys.executable, "-m", "benchmarks.engine_side", "--models", *map(str, models), "--out", str(out)]
     run_command([*side, "--dtype", dtype, "--engine-args", json.dumps(ENGINE_ARGS)])
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures
@@ -233,3 +291,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "engine": engine,
     "run": run,
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

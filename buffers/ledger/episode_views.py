@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.branches import causes_in, names_of
 from buffers.ledger.episodes import read_task
-from buffers.ledger.reading.round_causes import causes_in, names_of
 from buffers.records import EpisodeState, GroupState
 from buffers.training_rows import CUT
 
@@ -80,7 +80,7 @@ class EpisodeFilter:
     tokens: tuple[int | None, int | None] = (None, None)
     rounds: tuple[int | None, int | None] = (None, None)
     causes: int = 0
-    """Bits of `round_causes`: at least one of them."""
+    """Bits of `branches.CAUSES`: at least one of them."""
     untrained: bool = False
     """It ended, or its group did, and it was not trained and will not be."""
 

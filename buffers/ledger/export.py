@@ -1,6 +1,6 @@
 """A ledger's training rows as a parquet file, for notebooks and other trainers.
 
-Called by `tools.cli`. Invariant: the file holds what a batch of the same episodes would hold, one line for each branch,
+Called by `buffers.ledger.cli`. Invariant: the file holds what a batch of the same episodes would hold, one line for each branch,
 and appears whole or not at all.
 """
 

@@ -1,6 +1,6 @@
 """What the model answered, as text: an episode's question, its last words and its score, for people.
 
-Called by `learner.evaluate`, by `learner.session` at the end of a run, and by `buffers.ledger.tools.cli`. Functions over a
+Called by `learner.evaluate`, by `learner.session` at the end of a run, and by `buffers.ledger.cli`. Functions over a
 connection of `LedgerReader`.
 """
 
@@ -64,21 +64,30 @@ class Answer:
 def answers(db: sqlite3.Connection, *, decode: Decode, tasks_of: str = "") -> Iterator[Answer]:
     """Those of all ended episodes, in the order in which these were opened; `tasks_of`: of tasks whose id begins so."""
     found = db.execute(
-        "SELECT episode_id, task_id, score, episode.reason, grp.state, version FROM episode JOIN grp USING (group_id) "
-        "WHERE episode.state IN ('scored', 'failed') AND substr(coalesce(task_id, ''), 1, ?) = ? ORDER BY seq",
+        "SELECT episode_id FROM episode JOIN grp USING (group_id) WHERE episode.state IN ('scored', 'failed') "
+        "AND substr(coalesce(task_id, ''), 1, ?) = ? ORDER BY seq",
         (len(tasks_of), tasks_of),
     ).fetchall()
-    for episode_id, task_id, score, reason, group_state, version in found:
-        rounds = [each for each in read_rounds(db, episode_id=episode_id) if each.finish_reason != ABORTED]
-        yield Answer(
-            episode_id=episode_id,
-            task=None if task_id is None else read_task(db, task_id=task_id),
-            answer=decode(rounds[-1].sampled_ids.tolist()) if rounds else "",
-            score=score,
-            reason=reason,
-            group_state=group_state,
-            version=version,
-        )
+    for (episode_id,) in found:
+        yield answer_of(db, episode_id=episode_id, decode=decode)
+
+
+def answer_of(db: sqlite3.Connection, *, episode_id: str, decode: Decode) -> Answer:
+    """That of one episode of the ledger."""
+    task_id, score, reason, group_state, version = db.execute(
+        "SELECT task_id, score, episode.reason, grp.state, version FROM episode JOIN grp USING (group_id) WHERE episode_id = ?",
+        (episode_id,),
+    ).fetchone()
+    rounds = [each for each in read_rounds(db, episode_id=episode_id) if each.finish_reason != ABORTED]
+    return Answer(
+        episode_id=episode_id,
+        task=None if task_id is None else read_task(db, task_id=task_id),
+        answer=decode(rounds[-1].sampled_ids.tolist()) if rounds else "",
+        score=score,
+        reason=reason,
+        group_state=group_state,
+        version=version,
+    )
 
 
 def samples(found: Sequence[Answer], *, number: int) -> list[tuple[str, Answer]]:

@@ -1,4 +1,4 @@
-"""One server for `benchmarks.gateway`, in a process of its own: `python -m benchmarks.processes.gateway_server KIND SETTINGS_JSON`.
+"""One server for `benchmarks.gateway`, in a process of its own: `python -m benchmarks.gateway_server KIND SETTINGS_JSON`.
 
 KIND: `understudy` (MockedServer, ledger on disk, generation) or `vllm` (vLLM's own server as it is). Both have the same arguments
 of vLLM, and either the real engine or one that does nothing: it answers with the tokens that were asked for, at once, or one every
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import server_of, settings_of
-from benchmarks.processes.paced_engine import WORD_ID, PacedEngine
+from benchmarks.engines import WORD_ID, PacedEngine, settings_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from configs.schema import ServerConfig
+from mocked_server.check.trial import server_of
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
@@ -117,8 +117,11 @@ async def serve_understudy(settings: Settings) -> None:
     with Ledger(Path(settings.ledger)) as ledger:
         keys = KeyRing()
         processes = _processes(settings, keys=keys, ledger=ledger) if settings.processes > 1 else None
-        server, pool = server_of(own, ledger, args=args, max_running=settings.episodes, keys=keys, processes=processes)
-        engine = _engine(settings, make_vllm_config(args), decode=server._client.renderer.get_tokenizer().decode)
+        vllm_config = make_vllm_config(args)
+        server, pool = server_of(
+            own, ledger, args=args, vllm_config=vllm_config, max_running=settings.episodes, keys=keys, processes=processes,
+        )  # fmt: skip
+        engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
         keeping = None
         if isinstance(engine, EngineFleet):
             await engine.start()

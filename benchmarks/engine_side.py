@@ -1,6 +1,6 @@
 """A real engine alone: samples, takes other weights in place, and samples again; one side of `benchmarks.gpu`.
 
-`python -m benchmarks.processes.engine_side --models ONE OTHER --out FILE`. Two folders of one architecture. Prompts are made up.
+`python -m benchmarks.engine_side --models ONE OTHER --out FILE`. Two folders of one architecture. Prompts are made up.
 Invariant: what the engine recorded is compared with what the learner's own policy computes on the same device in the same dtype,
 and with float32, from the folder whose weights the engine was told to have. It judges nothing.
 """
@@ -96,7 +96,7 @@ def differences(samples: list[Sampled], *, model: Path, dtype: str) -> dict[str,
 def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes.engine_side", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.engine_side", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--models", type=Path, nargs=2, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -1,1 +1,0 @@
-"""Benchmarks that need an NVIDIA GPU."""
