@@ -169,12 +169,9 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             return response, None
         try:
             round_ = self._trees[prompt.episode_id].add(
+                response,
                 prompt_ids=prompt.prompt_token_ids,
                 parent=prompt.parent,
-                sampled_ids=response.sampled_ids,
-                logprobs=response.logprobs,
-                versions=response.versions,
-                finish_reason=response.finish_reason,
                 memo=prompt.memo,
                 trained=prompt.trained(len(response.sampled_ids)),
                 role=prompt.role,

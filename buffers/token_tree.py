@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers.errors import UnderstudyError
-from buffers.records import Float32, Int32, Round, UInt8, UInt16
+from buffers.prompt_queue import Response
+from buffers.records import Int32, Round, UInt8
 from buffers.training_rows import ABORTED
 
 
@@ -40,34 +41,29 @@ class TokenTree:
 
     def add(
         self,
+        response: Response,
         *,
         prompt_ids: Int32,
-        parent: int | None,
-        sampled_ids: Int32,
-        logprobs: Float32,
-        versions: Int32,
-        finish_reason: str,
+        parent: int | None = None,
         memo: bytes = b"",
         trained: UInt8 | None = None,
         role: str = "",
-        experts: UInt16 | None = None,
     ) -> Round:
-        """The next round. Raises UnderstudyError unless the prompt starts with all ids of the round `parent`.
-
-        `experts`: those of all tokens but the last, or of as many that end there."""
+        """The next round: what was sampled after `prompt_ids`. Raises UnderstudyError unless these start with all ids of the round
+        `parent`."""
         shared = self._shared(prompt_ids, parent)
-        if experts is not None:  # what comes before the parent's last token is the parent's
-            num_own = len(prompt_ids) + len(sampled_ids) - shared
+        if (experts := response.experts) is not None:  # what comes before the parent's last token is the parent's
+            num_own = len(prompt_ids) + len(response.sampled_ids) - shared
             experts = experts[max(0, len(experts) - num_own) :].astype(np.uint16)
         round_ = Round(
             episode_id=self._episode_id,
             round_index=self._next_index,
             parent=parent,
             tail_ids=np.array(prompt_ids[shared:], dtype=np.int32),
-            sampled_ids=np.asarray(sampled_ids, dtype=np.int32),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            versions=np.asarray(versions, dtype=np.int32),
-            finish_reason=finish_reason,
+            sampled_ids=np.asarray(response.sampled_ids, dtype=np.int32),
+            logprobs=np.asarray(response.logprobs, dtype=np.float32),
+            versions=np.asarray(response.versions, dtype=np.int32),
+            finish_reason=response.finish_reason,
             memo=memo,
             trained=trained,
             role=role,

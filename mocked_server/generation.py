@@ -24,9 +24,9 @@ import numpy as np
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import EpisodeState, Round
-from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
 from mocked_server.vllm.sampling_rules import keeps_state
@@ -148,14 +148,15 @@ class Generation:
         engine: Engine,
         *,
         queue: PromptQueue,
+        episodes: Episodes,
         rounds: RoundStore,
         blame: Callable[[str], object] = lambda _: None,
         frozen: Mapping[str, Engine] | None = None,
         adapters: Collection[str] = (),
         records_experts: bool = False,
     ) -> None:
-        """`frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are adapters of their own;
-        `records_experts`: outputs have the experts of tokens."""
+        """`episodes`: those that run; `frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are
+        adapters of their own; `records_experts`: outputs have the experts of tokens."""
         self._records_experts = records_experts
         self._frozen = dict(frozen or {})
         self._adapters = frozenset(adapters)
@@ -163,7 +164,7 @@ class Generation:
         self._queue = queue
         self._rounds = rounds
         self._blame = blame
-        self._trees: dict[str, TokenTree] = {}
+        self._episodes = episodes
         self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
         """Episode -> its answers that are generated now."""
         self._deaths: dict[str, dict[tuple[str, int], str]] = {}
@@ -272,8 +273,8 @@ class Generation:
 
     async def _generate(self, answer: _Answer, caller: Caller) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
-        if self._records_experts and (tree := self._tree_of(prompt)) is not None:  # the parent's own are stored
-            prompt.sampling.params.routed_experts_prompt_start = max(1, tree.num_ids(prompt.parent)) - 1
+        if self._records_experts and (live := self._episode_of(prompt)) is not None:  # the parent's own are stored
+            prompt.sampling.params.routed_experts_prompt_start = max(1, live.tree.num_ids(prompt.parent)) - 1
         ids = prompt.prompt_token_ids.tolist()
         outputs = self._engine_of(prompt).generate(
             ids,
@@ -323,51 +324,42 @@ class Generation:
             self.stats.tokens += len(response.sampled_ids)
             if prompt.role not in self._frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
-            if (tree := self._tree_of(prompt)) is not None:
+            if (live := self._episode_of(prompt)) is not None:
                 if prompt.role in self._frozen:  # of another model
                     response = replace(response, experts=None)
-                round_ = _grow(tree, prompt, response)
-                responses[number] = replace(response, round_index=round_.round_index)
-                stored = self._rounds.put_round(round_)
-                stored.add_done_callback(self._stored)
+                round_ = live.tree.add(
+                    response,
+                    prompt_ids=prompt.prompt_token_ids,
+                    parent=prompt.parent,
+                    memo=prompt.memo,
+                    trained=prompt.trained(len(response.sampled_ids)),
+                    role=prompt.role,
+                )
+                responses[number], stored = replace(response, round_index=round_.round_index), self._put(round_)
         return responses, stored
 
-    def _tree_of(self, prompt: Prompt) -> TokenTree | None:
-        """None: nothing of this prompt is recorded."""
-        if prompt.episode_id is None:
-            return None
-        if prompt.parent is not None and prompt.episode_id not in self._trees:
-            return None  # `forget`: the episode ended while its last generation ran
-        return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
+    def _episode_of(self, prompt: Prompt) -> LiveEpisode | None:
+        """None: nothing of this prompt is recorded: it has no episode, or that ended while its last generation ran."""
+        return None if prompt.episode_id is None else self._episodes.find(prompt.episode_id)
 
     def record(
         self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
     ) -> Future[None]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
-        ends when it is durable, or refused."""
-        if (tree := self._trees.get(episode_id)) is None:
-            tree = self._trees[episode_id] = TokenTree(episode_id)
-        round_ = tree.add(
-            prompt_ids=np.array(asked, np.int32),
-            parent=None,
+        ends when it is durable, or refused. Raises EpisodeClosed."""
+        response = Response(
+            request_id="",
             sampled_ids=np.array(said, np.int32),
             logprobs=np.zeros(len(said), np.float32),
             versions=np.full(len(said), self._engine.version, np.int32),
             finish_reason=finish_reason,
-            trained=np.zeros(len(said), np.uint8),
-            role=role,
         )
-        stored = self._rounds.put_round(round_)
-        stored.add_done_callback(self._stored)
-        return stored
-
-    def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
-        """Take over an episode of an earlier process, which has these rounds."""
-        self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
+        trained = np.zeros(len(said), np.uint8)
+        tree = self._episodes.get(episode_id).tree
+        return self._put(tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role))
 
     def forget(self, episode_id: str, reason: str) -> None:
-        """The episode ended: its token tree is in the buffer. Unless it was scored, what is generated for it now is given up."""
-        self._trees.pop(episode_id, None)
+        """The episode ended. Unless it was scored, what is generated for it now is given up."""
         self._deaths.pop(episode_id, None)
         for engine in (self._engine, *self._frozen.values()):
             engine.forget(episode_id)
@@ -380,10 +372,16 @@ class Generation:
                 answer.prompt.reply.fail(EpisodeClosed(f"episode {episode_id} ended ({reason}); lease a new one"))
                 answer.task.cancel()
 
-    def _stored(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None and not isinstance(error, EpisodeError):  # the episode ended while its last generation ran
-            logger.error("a round could not be stored: %s", error)
+    def _put(self, round_: Round) -> Future[None]:
+        stored = self._rounds.put_round(round_)
+        stored.add_done_callback(_log_unstored)
+        return stored
+
+
+def _log_unstored(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, EpisodeError):  # the episode ended while its last generation ran
+        logger.error("a round could not be stored: %s", error)
 
 
 def _engine_refusal(prompt: Prompt) -> RequestRefused | RequestFailed:
@@ -409,21 +407,6 @@ async def _on_disk(stored: Future[None] | None) -> None:
 
     stored.add_done_callback(tell)
     await done.wait()
-
-
-def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
-    return tree.add(
-        prompt_ids=prompt.prompt_token_ids,
-        parent=prompt.parent,
-        sampled_ids=response.sampled_ids,
-        logprobs=response.logprobs,
-        versions=response.versions,
-        finish_reason=response.finish_reason,
-        memo=prompt.memo,
-        trained=prompt.trained(len(response.sampled_ids)),
-        role=prompt.role,
-        experts=response.experts,
-    )
 
 
 def _num_constrained(prompt: Prompt, response: Response) -> int:

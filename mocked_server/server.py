@@ -38,9 +38,7 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes
-from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out, part_scores
-from mocked_server.conversation.restored_rounds import remember
-from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
+from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import Attribution
@@ -357,7 +355,7 @@ class MockedServer:
             self.processes.begun(episode.episode_id)
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
+        self.episodes.get(episode.episode_id).restore(rounds, decode=decode)
 
     async def notify_score(
         self, episode_id: str, score: float, *, detail: ScoreDetail | None = None, wait_for_disk: bool = False

@@ -184,7 +184,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
             with Ledger(None) as ledger:
                 server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
                 rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
-                generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
+                generation = Generation(rehearsed, queue=server.prompt_queue, episodes=server.episodes, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
                     await server.start()

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
-from mocked_server.conversation.message_match import arguments_of
+from mocked_server.conversation.chat_history import arguments_of
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
 from mocked_server.http.failures import request_refused

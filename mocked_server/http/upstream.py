@@ -105,8 +105,10 @@ class Upstream:
         if self.record is None or path == COUNT_TOKENS or not is_whole:
             return
         asked, said = await asyncio.to_thread(self._ids, fields, answer)
-        stored = self.record(call.live.episode_id, role=call.role.name, asked=asked, said=said, finish_reason="stop")
         with suppress(UnderstudyError):  # the episode has ended meanwhile; it is logged where it is stored
+            stored = self.record(
+                call.live.episode_id, role=call.role.name, asked=asked, said=said, finish_reason="stop"
+            )
             await asyncio.wrap_future(stored)
 
     def _ids(self, fields: dict[str, Any], answer: bytes) -> tuple[list[int], list[int]]:

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.conversation.restored_rounds import remember
 from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution
 from mocked_server.http.forwarding import Forward
@@ -128,7 +127,7 @@ class ServerProcess:
             return self.episodes.get(episode_id)  # raises EpisodeClosed where the news of its end came at once
         live = self.episodes.open(episode, worker="")
         decode: Any = partial(self._client.renderer.get_tokenizer().decode, skip_special_tokens=True)
-        remember(live, rounds, decode=decode)
+        live.restore(rounds, decode=decode)
         return live
 
     def _figures(self) -> Figures | None:

@@ -19,11 +19,17 @@ import numpy as np
 
 from buffers.records import Int32
 from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagnose_tokens
-from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in
+from mocked_server.conversation.chat_history import ChatOptions, Conversation, Message, ParsedReply, arguments_of
+from mocked_server.conversation.continuation import (
+    Continuation,
+    Parse,
+    continue_tokens,
+    diagnose_messages,
+    diagnose_tokens,
+    find_parent,
+    stand_in,
+)
 from mocked_server.conversation.live_episodes import LiveRound
-from mocked_server.conversation.message_match import Message, ParsedReply, arguments_of
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.sampling_rules import check_template_inputs
 

@@ -12,8 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Literal, cast
 
-from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, arguments_of, canonical_arguments, sendable
+from mocked_server.conversation.chat_history import (
+    ChatOptions,
+    ParsedReply,
+    arguments_of,
+    canonical_arguments,
+    sendable,
+)
 from mocked_server.request_context import current_call
 from mocked_server.vllm.sampling_rules import MAX_CHOICES
 

@@ -23,8 +23,7 @@ from buffers.prompt_queue import Prompt, Response
 from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
-from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.restored_rounds import memo_of
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
 from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call

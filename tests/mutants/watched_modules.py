@@ -57,16 +57,18 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "buffers/ledger/scores.py": (_BOOKS[1], _BOOKS[0], *_BOOKS[2:]),
     "buffers/ledger/checkpoints.py": (_BOOKS[3], *_BOOKS[:3], _BOOKS[4]),
     "buffers/ledger/encode.py": (f"{_LEDGER}/test_round_codec.py", *_BOOKS),
-    "mocked_server/conversation/branch_diagnosis.py": (*_CONTINUED, f"{_CONVERSATION}/test_branch_diagnosis.py"),
-    "mocked_server/conversation/chat_history.py": (f"{_CONVERSATION}/test_chat_history.py", *_CONTINUED),
-    "mocked_server/conversation/continuation.py": _CONTINUED,
-    "mocked_server/conversation/live_episodes.py": (_CONTINUED[1], _CONTINUED[0], _SERVED),
-    "mocked_server/conversation/loop_trajectories.py": (f"{_CONVERSATION}/test_loop_trajectories.py",),
-    "mocked_server/conversation/message_match.py": (
-        f"{_CONVERSATION}/test_replies.py",
+    "mocked_server/conversation/continuation.py": (*_CONTINUED, f"{_CONVERSATION}/test_branch_diagnosis.py"),
+    "mocked_server/conversation/chat_history.py": (
         f"{_CONVERSATION}/test_chat_history.py",
+        f"{_CONVERSATION}/test_replies.py",
+        *_CONTINUED,
     ),
-    "mocked_server/conversation/restored_rounds.py": (f"{_CONVERSATION}/test_restored_rounds.py",),
+    "mocked_server/conversation/live_episodes.py": (
+        *_CONTINUED[::-1],
+        f"{_CONVERSATION}/test_restored_rounds.py",
+        _SERVED,
+    ),
+    "mocked_server/dispatch.py": (f"{_CONVERSATION}/test_loop_trajectories.py",),
     "mocked_server/keys.py": ("tests/mocked_server/test_keys.py", "tests/mocked_server/http/test_request_limits.py"),
     "mocked_server/http/attribution.py": ("tests/mocked_server/http/test_attribution.py", _SERVED),
 }

@@ -10,8 +10,14 @@ import re
 import pytest
 
 from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, difference, reply_of, same_text
+from mocked_server.conversation.chat_history import (
+    ChatOptions,
+    ParsedReply,
+    canonical_arguments,
+    difference,
+    reply_of,
+    same_text,
+)
 from mocked_server.vllm.reply_parser import ReplyParser
 from tests.support.server_parts import whole_prompt
 

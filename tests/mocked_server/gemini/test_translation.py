@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mocked_server.conversation.message_match import ParsedReply, arguments_of, difference, reply_of
+from mocked_server.conversation.chat_history import ParsedReply, arguments_of, difference, reply_of
 from mocked_server.gemini.chat_request import generation_of, json_schema_of
 from mocked_server.gemini.routes import StreamedAnswer, whole_answer
 
