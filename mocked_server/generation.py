@@ -342,9 +342,7 @@ class Generation:
         """None: nothing of this prompt is recorded: it has no episode, or that ended while its last generation ran."""
         return None if prompt.episode_id is None else self._episodes.find(prompt.episode_id)
 
-    def record(
-        self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
-    ) -> Future[None]:
+    def record(self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]) -> Future[None]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
         ends when it is durable, or refused. Raises EpisodeClosed."""
         response = Response(
@@ -352,7 +350,6 @@ class Generation:
             sampled_ids=np.array(said, np.int32),
             logprobs=np.zeros(len(said), np.float32),
             versions=np.full(len(said), self._engine.version, np.int32),
-            finish_reason=finish_reason,
         )
         trained = np.zeros(len(said), np.uint8)
         tree = self._episodes.get(episode_id).tree

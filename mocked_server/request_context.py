@@ -10,18 +10,28 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.roles import NO_ROLE, Role
 
 T = TypeVar("T")
 
 LARGE_BYTES = 64 * 1024
 """What takes time in proportion to a larger body is done in a thread."""
+
+
+class Role(NamedTuple):
+    """One who answers requests. The policy plays those that are trained."""
+
+    name: str
+    is_trained: bool
+
+
+NO_ROLE = Role("", True)
+"""The policy, in a run without roles."""
 
 
 @dataclass(slots=True)

@@ -44,10 +44,11 @@ from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
+from mocked_server.http.roles import Roles
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
-from mocked_server.roles import NO_ROLE, Roles
+from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
 

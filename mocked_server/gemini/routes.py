@@ -20,7 +20,6 @@ from buffers.errors import RequestRefused
 from mocked_server.conversation.chat_history import arguments_of
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
-from mocked_server.http.failures import request_refused
 from mocked_server.http.request_limits import replaying
 from mocked_server.request_context import current_call
 
@@ -147,22 +146,17 @@ class GeminiRoutes:
         body, call = (await receive())["body"], current_call.get()
         assert call is not None
         sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"].decode("latin-1")).get("alt") == ["sse"]
-        answer = _Answer(send, _count)
-        try:
-            fields = await call.apart(_parsed, body)
-            if path == GEMINI_COUNT:
-                chat = await call.apart(partial(count_of, fields, model=model))
-            else:
-                chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
-                shown = shows_thoughts(fields)
-                if sends_events:
-                    tell: Callable[[bytes], bytes] = partial(_event, answer=StreamedAnswer(shows_thoughts=shown))
-                else:
-                    tell = partial(_whole, shows_thoughts=shown, in_list=path == GEMINI_STREAM)
-                answer = _Answer(send, tell, is_stream=sends_events)
-        except RequestRefused as error:
-            await request_refused(error).answer(send, path)
-            return
+        fields = await call.apart(_parsed, body)
+        if path == GEMINI_COUNT:
+            chat = await call.apart(partial(count_of, fields, model=model))
+            tell: Callable[[bytes], bytes] = _count
+        else:
+            chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
+            shown = shows_thoughts(fields)
+            tell = partial(_whole, shows_thoughts=shown, in_list=path == GEMINI_STREAM)
+            if sends_events:
+                tell = partial(_event, answer=StreamedAnswer(shows_thoughts=shown))
+        answer = _Answer(send, tell, is_stream=sends_events)
         sent = (await call.apart(json.dumps, chat)).encode()
         route = TOKENIZE if path == GEMINI_COUNT else CHAT
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]

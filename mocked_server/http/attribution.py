@@ -24,11 +24,11 @@ from mocked_server.http.dialects import (
     ROUTES,
     SLEEP,
     WAKE_UP,
+    Failure,
     is_google,
     route_of,
     spoken,
 )
-from mocked_server.http.failures import Failure
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, current_call
 
@@ -36,10 +36,6 @@ PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = MODEL_ROUTES
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
 """Paths that a worker's key opens without an episode: what is generated is the caller's own, and is not recorded."""
-_FULL = Failure(
-    status=503, code="storage_full", retry_after_s=RETRY_AFTER_S,
-    message="nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request again later",
-)  # fmt: skip
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 
@@ -106,31 +102,20 @@ class Attribution:
         path, named = route_of(path)
         if self._has_roles:
             role = role or named.get("model", "")
-        speaks = spoken(path, scope["headers"])
-        method = "GET" if path in MODEL_ROUTES else "POST"
-        if path.startswith("/v1") and (path not in ROUTES or scope["method"] != method):
-            await _not_offered(scope, known=path in ROUTES, method=method).answer(send, speaks)
-            return
-        elsewhere = None
-        if self._elsewhere is not None and key is not None and path in ROUTES:
-            elsewhere = self._elsewhere(key, path)
-        if elsewhere is not None:
-            await elsewhere(scope, receive, send)
-            return
-        if named or path != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode(), "path_params": named}
-        if path not in ROUTES:
-            await self._others(scope, receive, send)
-            return
+        elsewhere = self._elsewhere(key, path) if self._elsewhere and key is not None and path in ROUTES else None
         try:
+            _check_offered(scope, path)
+            if elsewhere is not None:
+                await elsewhere(scope, receive, send)
+                return
+            if named or path != scope["path"]:
+                scope = {**scope, "path": path, "raw_path": path.encode(), "path_params": named}
+            if path not in ROUTES:
+                await self._others(scope, receive, send)
+                return
             call = await self._call(key, path)
-        except EpisodeError as error:
-            closed = isinstance(error, EpisodeClosed)
-            status, code = (403, "episode_closed") if closed else (401, "invalid_api_key")
-            await Failure(status=status, code=code, message=str(error)).answer(send, speaks)
-            return
-        if path in GENERATING and self._is_full():
-            await _FULL.answer(send, path)
+        except Failure as failure:
+            await failure.answer(send, spoken(path, scope["headers"]))
             return
         if call is not None:
             call.asked_role = role
@@ -142,6 +127,19 @@ class Attribution:
             current_call.reset(token)
 
     async def _call(self, key: str | None, path: str) -> Call | None:
+        """None: no episode is asked for. Raises Failure."""
+        try:
+            call = await self._opened(key, path)
+        except EpisodeClosed as error:
+            raise Failure(403, str(error), code="episode_closed") from error
+        except EpisodeError as error:
+            raise Failure(401, str(error), code="invalid_api_key") from error
+        if path in GENERATING and self._is_full():
+            why = "nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request later"
+            raise Failure(503, why, code="storage_full", retry_after_s=RETRY_AFTER_S)
+        return call
+
+    async def _opened(self, key: str | None, path: str) -> Call | None:
         if key is None:
             raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
         episode_id = self._keys.episode_of(key)
@@ -156,10 +154,13 @@ class Attribution:
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
 
 
-def _not_offered(scope: Scope, *, known: bool, method: str) -> Failure:
-    if known:
+def _check_offered(scope: Scope, path: str) -> None:
+    """Raises Failure for a path of the model API that is none of `ROUTES`, or is asked in another way."""
+    method = "GET" if path in MODEL_ROUTES else "POST"
+    if not path.startswith("/v1") or (path in ROUTES and scope["method"] == method):
+        return
+    if path in ROUTES:
         message = f"{scope['path']} is asked by {method}, got {scope['method']}; send it so"
-        return Failure(status=405, code="method_not_allowed", message=message)
+        raise Failure(405, message, code="method_not_allowed")
     offered = ", ".join(sorted(route for route in ROUTES if route.startswith("/v1")))
-    message = f"{scope['method']} {scope['path']} is not offered; use one of {offered}"
-    return Failure(status=404, code="not_found", message=message)
+    raise Failure(404, f"{scope['method']} {scope['path']} is not offered; use one of {offered}", code="not_found")

@@ -14,8 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from mocked_server.http.dialects import RETRY_AFTER_S
-from mocked_server.http.failures import Failure
+from mocked_server.http.dialects import RETRY_AFTER_S, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +25,7 @@ HOP_BY_HOP = frozenset({
 """Headers of one connection (RFC 9110, section 7.6.1)."""
 MAX_IDLE = 64
 """Connections that are kept for the next request."""
-_UNAVAILABLE = Failure(
-    status=503, code="server_unavailable", retry_after_s=RETRY_AFTER_S,
-    message="the server process of this episode does not answer; send the request again",
-)  # fmt: skip
+_UNAVAILABLE = "the server process of this episode does not answer; send the request again"
 
 
 class Forward:
@@ -71,7 +67,8 @@ class Forward:
             response = await self._transport.handle_async_request(self._request(scope, body))
         except httpx.TransportError as error:
             logger.warning("a request could not be passed on to %s: %r", self._url, error)
-            await _UNAVAILABLE.answer(send, scope["path"])
+            failure = Failure(503, _UNAVAILABLE, code="server_unavailable", retry_after_s=RETRY_AFTER_S)
+            await failure.answer(send, scope["path"])
             return
         finally:
             await body.aclose()

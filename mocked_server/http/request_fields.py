@@ -13,17 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Failure
 from mocked_server.http.request_limits import MAX_CONTAINERS, shape_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A field that cannot be served, and what to do instead."""
-
-    field: str
-    message: str
-
 
 MAX_MESSAGES = 4096
 """Most objects in a list of a request, such as the messages of a conversation: pydantic takes the event loop's time for each, up to
@@ -171,7 +162,7 @@ IGNORED = (
 """(what, in which dialects, what happens): asks for something, and changes nothing."""
 
 
-def refused(path: str, body: bytes) -> Refused | None:
+def refused(path: str, body: bytes) -> Failure | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
     if (too_many := _too_many(body)) is not None:
         return too_many
@@ -182,23 +173,27 @@ def refused(path: str, body: bytes) -> Refused | None:
     for rule in rules:
         if found := rule.refuses(fields.get(rule.field)):
             field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
-            return Refused(field=field, message=f"{field} is not supported: {rule.remedy}")
+            return _unsupported(field, f"{field} is not supported: {rule.remedy}")
     return None
 
 
-def _too_many(body: bytes) -> Refused | None:
+def _unsupported(field: str, message: str) -> Failure:
+    return Failure(400, message, code="unsupported_field", param=field)
+
+
+def _too_many(body: bytes) -> Failure | None:
     """What would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
     if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or not isinstance(fields := _parsed(body), dict):
         return None
     for name, value in fields.items():
         number = sum(isinstance(each, dict) for each in value) if isinstance(value, list) else 0
         if number > MAX_MESSAGES:
-            return Refused(field=name, message=f"{name} must be at most {MAX_MESSAGES:,}, got {number:,}; send fewer")
+            return _unsupported(name, f"{name} must be at most {MAX_MESSAGES:,}, got {number:,}; send fewer")
     shapes = [shape_of(text.encode(errors="replace")) for text in _arguments(fields)]
     number = sum(max(shape.num_containers, shape.num_strings // 8) for shape in shapes)
     if number > MAX_CONTAINERS:
         told = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
-        return Refused(field="arguments", message=told)
+        return _unsupported("arguments", told)
     return None
 
 

@@ -1,4 +1,5 @@
-"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI.
+"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI and
+Prometheus' client.
 
 | route            | key    | what it does                                                                     |
 |------------------|--------|----------------------------------------------------------------------------------|
@@ -12,18 +13,25 @@
 A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
 on a port of its own. Every route but `/health` has a key among its dependencies. While the disk is full, what would have to be
 stored is answered with 507 and Retry-After.
+
+`GET /metrics` of the administrator's port has engines and counts as Prometheus reads them, from a registry of its own: what other
+libraries count in this process is not on the page, and nothing is kept between two scrapes. Names:
+`understudy_engine_<figure>{engine="e0"}`, and `understudy_` with the name that a count has in `GET /status` (`pool/running`:
+`understudy_pool_running`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
@@ -39,9 +47,9 @@ from buffers.errors import (
 )
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
+from mocked_server.fleet.engine_rates import kv_share
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.dialects import RETRY_AFTER_S, kind_of
-from mocked_server.http.prometheus_text import CONTENT_TYPE, PrometheusText
 from mocked_server.keys import KeyRing
 
 T = TypeVar("T")
@@ -302,3 +310,60 @@ def _admin_routes(service: EpisodeService) -> APIRouter:
         return Response(text.page(), media_type=CONTENT_TYPE)
 
     return router
+
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "understudy"
+GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
+    "up": ("1 while the engine takes requests.", lambda engine: engine.is_up),
+    "version": ("Policy version that it samples with.", lambda engine: engine.version),
+    "running": ("Generations under way.", lambda engine: engine.running),
+    "waiting": ("Generations whose prompt waits for room in the cache.", lambda engine: engine.waiting),
+    "held_tokens": ("Tokens of the generations under way.", lambda engine: engine.tokens_held),
+    "kv_capacity_tokens": ("Tokens that the cache holds; 0: not known yet.", lambda engine: engine.kv_capacity),
+    "kv_share": ("held_tokens / kv_capacity_tokens.", kv_share),
+}
+COUNTERS: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
+    "sampled_tokens": ("Tokens sampled.", lambda engine: engine.sampled_tokens),
+    "prompt_tokens": ("Prompt tokens of the generations that ended.", lambda engine: engine.prompt_tokens),
+    "cached_tokens": ("Prompt tokens that the cache held already.", lambda engine: engine.cached_tokens),
+    "preemptions": ("Generations set aside for lack of cache.", lambda engine: engine.preemptions),
+    "restarts": ("Processes started in place of dead ones.", lambda engine: engine.restarts),
+    "moved_in": ("Episodes that came from another engine.", lambda engine: engine.moved_in),
+}
+COUNTED = ("pool/started", "pool/scored", "pool/failed", "pool/closed")
+"""Counts of the status that only grow; the others are gauges."""
+
+
+class PrometheusText:
+    """`status`: counts by name, as `GET /status` has them; what is no number is left out. `engines`: the figures of all engines."""
+
+    def __init__(
+        self, *, status: Callable[[], Mapping[str, Any]], engines: Callable[[], Sequence[EngineFigures]]
+    ) -> None:
+        self._status = status
+        self._engines = engines
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def page(self) -> bytes:
+        """The text of one scrape."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is depends on the scrape. The registry asks this once."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures now."""
+        engines = list(self._engines())
+        for kind, figures in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (meaning, value) in figures.items():
+                family = kind(f"{PREFIX}_engine_{name}", meaning, labels=["engine"])
+                for engine in engines:
+                    family.add_metric([engine.name], float(value(engine)))
+                yield family
+        for name, value in self._status().items():
+            if isinstance(value, int | float):
+                kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
+                yield kind(f"{PREFIX}_{name.replace('/', '_')}", f"{name} of GET /status.", value=float(value))

@@ -24,10 +24,8 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
-from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
-from mocked_server.http.failures import FAILURES, failure_of
-from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
-from mocked_server.roles import NO_ROLE, Role
+from mocked_server.http.dialects import FAILURES, GENERATE, SERVED, SLEEP, WAKE_UP, failure_of
+from mocked_server.request_context import NO_ROLE, AnswerPart, Call, PendingReply, Role, Sampling, current_call
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, tell_true_ends, telling
 from mocked_server.vllm.sampling_rules import MAX_CHOICES, SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
@@ -42,7 +40,6 @@ import msgspec
 from pydantic_core import SchemaValidator
 
 from buffers.did_you_mean import one_of
-from mocked_server.http.failures import request_refused
 from mocked_server.request_context import LARGE_BYTES
 from mocked_server.vllm.engine import refusal_of
 
@@ -110,8 +107,7 @@ class TokenRoute:
             answer = await self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
             return JSONResponse(_body_of(answer))
         except (ValueError, TypeError) as error:
-            refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
-            return request_refused(refusal).response(GENERATE)
+            raise error if isinstance(error, RequestRefused) else RequestRefused(str(error)) from error
 
     async def sleep(self, _: Any) -> Any:
         """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""

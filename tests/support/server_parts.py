@@ -24,9 +24,9 @@ from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
+from mocked_server.http.roles import Roles
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
-from mocked_server.roles import Roles
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.support.patience import PATIENCE_S
