@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -59,69 +59,60 @@ MAX_UNASKED = 16
 """Most episodes that wait here for agents that ask: they leave slots to those of other players."""
 
 
+@dataclass(slots=True, eq=False)
 class Dispatch:
-    """`players`: by `agent_name`; `others`: who plays what names none of them. `open_episode` lets an episode's key open the
-    model API; `notify_score` and `fail` end it; `wait_ended` returns when it has ended in any way."""
+    """See the module. `run` is its loop."""
 
-    def __init__(
-        self,
-        pool: TaskPool,
-        *,
-        players: Mapping[str, Play],
-        others: Others = AGENTS,
-        open_episode: Callable[[Episode], LeasedEpisode],
-        notify_score: Callable[[str, float], Awaitable[object]],
-        fail: Callable[[str, str], Awaitable[None]],
-        wait_ended: Callable[[str], Awaitable[None]],
-    ) -> None:
-        self._pool = pool
-        self._players = players
-        self._others = others
-        self._open = open_episode
-        self._notify_score = notify_score
-        self._fail = fail
-        self._wait_ended = wait_ended
-        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue()
-        self._asking = 0
-        """Agents that wait for an episode now."""
-        self._changed = asyncio.Event()
-        self._held: set[str] = set()
-        self._watching: set[asyncio.Task[None]] = set()
+    pool: TaskPool
+    _: KW_ONLY
+    players: Mapping[str, Play]
+    """Keyed by `agent_name`."""
+    others: Others = AGENTS
+    """The players of rows that name none of them."""
+    open_episode: Callable[[Episode], LeasedEpisode]
+    """Lets an episode's key open the model API."""
+    notify_score: Callable[[str, float], Awaitable[object]]
+    fail: Callable[[str, str], Awaitable[None]]
+    wait_ended: Callable[[str], Awaitable[None]]
+    """Returns when an episode has ended in any way."""
+    _for_agents: asyncio.Queue[Episode | None] = field(default_factory=asyncio.Queue)
+    _asking: int = 0
+    """Agents that wait for an episode now."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _held: set[str] = field(default_factory=set)
+    _watching: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
         """Runs until the pool is closed: takes each episode and has it played, or gives it to `lease`."""
         async with asyncio.TaskGroup() as playing:
             with suppress(PoolClosed):
                 while True:
-                    await self._until_wanted()
-                    episode = await self._pool.lease(wait_s=LEASE_WAIT_S)
+                    # Few more episodes lie here for agents than agents ask for: one that is not asked for ends by its deadline and
+                    # is retried, which must not repeat without end.
+                    while self._for_agents.qsize() > self._asking + MAX_UNASKED:
+                        self._changed.clear()
+                        await self._changed.wait()
+                    episode = await self.pool.lease(wait_s=LEASE_WAIT_S)
                     if episode is None:
                         continue
-                    play = self._players.get(episode.task.agent_name or "")
+                    play = self.players.get(episode.task.agent_name or "")
                     if play is not None:
                         playing.create_task(self._run(play, episode), name=f"play {episode.episode_id}")
-                    elif self._others.agents:
+                    elif self.others.agents:
                         self._held.add(episode.episode_id)
                         self._for_agents.put_nowait(episode)
                     else:
-                        await self._fail(
+                        await self.fail(
                             episode.episode_id, f"no player for it: agent_name {episode.task.agent_name!r:.60}"
                         )
             self._for_agents.put_nowait(None)
 
-    async def _until_wanted(self) -> None:
-        """Wait until few more episodes lie here for agents than agents ask for: one that is not asked for ends by its deadline
-        and is retried, which must not repeat without end."""
-        while self._for_agents.qsize() > self._asking + MAX_UNASKED:
-            self._changed.clear()
-            await self._changed.wait()
-
     def checked(self, tasks: Sequence[Task]) -> list[Task]:
         """Tasks that are added, each with a player. Raises TaskError for the first without."""
-        named = [task if task.agent_name else replace(task, agent_name=self._others.default) for task in tasks]
-        for task in named if not self._others.agents else ():
-            if task.agent_name not in self._players:
-                rule = one_of(task.agent_name or "", self._players)
+        named = [task if task.agent_name else replace(task, agent_name=self.others.default) for task in tasks]
+        for task in named if not self.others.agents else ():
+            if task.agent_name not in self.players:
+                rule = one_of(task.agent_name or "", self.players)
                 raise TaskError(
                     f"agent_name of task {task.task_id!r:.100} must be {rule}; there is no other player in this run"
                 )
@@ -136,7 +127,7 @@ class Dispatch:
             async with asyncio.timeout(wait_s):
                 while (episode := await self._for_agents.get()) is not None:
                     self._held.discard(episode.episode_id)
-                    if self._pool.renew(episode.episode_id):
+                    if self.pool.renew(episode.episode_id):
                         watching = asyncio.create_task(self._renew_after(episode.episode_id))
                         self._watching.add(watching)
                         watching.add_done_callback(self._watching.discard)
@@ -151,17 +142,17 @@ class Dispatch:
 
     async def _renew_after(self, episode_id: str) -> None:
         """An agent that has ended an episode has as long again to ask for the next one."""
-        await self._wait_ended(episode_id)
+        await self.wait_ended(episode_id)
         self._renew_held()
 
     def _renew_held(self) -> None:
-        self._held = {held for held in self._held if self._pool.renew(held)}
+        self._held = {held for held in self._held if self.pool.renew(held)}
 
     async def _run(self, play: Play, episode: Episode) -> None:
         """Play, but no longer than the episode lives; then report how it went."""
-        leased = self._open(episode)
+        leased = self.open_episode(episode)
         playing = asyncio.ensure_future(play(episode, leased))
-        ended = asyncio.ensure_future(self._wait_ended(episode.episode_id))
+        ended = asyncio.ensure_future(self.wait_ended(episode.episode_id))
         try:
             await asyncio.wait({playing, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -177,16 +168,16 @@ class Dispatch:
         )  # of an agent loop or a scorer, which are other people's programs: it may be anything
         if error is None:
             try:
-                await self._notify_score(episode_id, played.result())
+                await self.notify_score(episode_id, played.result())
                 return
             except (ScoreError, EpisodeError, ValueError) as refused:
                 error = refused
         logger.warning("episode=%s was not scored: %r", episode_id, error)
         if isinstance(error, ScoreError):
-            await self._fail(episode_id, f"scorer: {error}")
+            await self.fail(episode_id, f"scorer: {error}")
         else:
             is_plain = isinstance(error, UnderstudyError | ValueError)
-            await self._fail(episode_id, str(error) if is_plain else f"{type(error).__name__}: {error}")
+            await self.fail(episode_id, str(error) if is_plain else f"{type(error).__name__}: {error}")
 
 
 Flags = npt.NDArray[np.bool_]

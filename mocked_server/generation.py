@@ -25,10 +25,10 @@ from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFail
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import EpisodeState, Round
 from buffers.training_rows import ABANDONED, ABORTED
-from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.sampling_rules import keeps_state
 
 logger = logging.getLogger(__name__)

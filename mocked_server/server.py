@@ -16,9 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffers.errors import (
     EngineError,
@@ -39,9 +37,10 @@ from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
-from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import Attribution
+from mocked_server.http.gemini_routes import GeminiRoutes
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
 from mocked_server.http.roles import Roles
@@ -51,6 +50,9 @@ from mocked_server.keys import KeyRing
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
+
+if TYPE_CHECKING:
+    from mocked_server.processes.server_processes import ServerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -66,47 +68,6 @@ class ScoreSink(Protocol):
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
         that is called without may lack the parameter."""
         ...
-
-
-class EngineReports(Protocol):
-    """Figures of all engines, as they are now."""
-
-    def figures(self) -> Sequence[EngineFigures]: ...
-    def status(self) -> dict[str, dict[str, Any]]:
-        """Figures and rates of each engine, by its name."""
-        ...
-
-
-class ServerProcesses(Protocol):
-    """The other server processes of a run: `mocked_server.processes.server_processes`. Number 0 is the run's own."""
-
-    urls: Sequence[str]
-    """Root of each, from number 1 on."""
-
-    def elsewhere(self, key: str, path: str) -> ASGIApp | None:
-        """What passes a request with this key on to its owner; None: it is served here."""
-        ...
-
-    def process_of(self, key: str) -> int:
-        """The server process of an episode's key, or of a worker's."""
-        ...
-
-    def owner(self, episode_id: str, *, asked: int | None) -> int:
-        """The server process that owns an episode from now on."""
-        ...
-
-    def begun(self, episode_id: str) -> None:
-        """Rounds of this episode are in the ledger."""
-        ...
-
-    def closed(self, episode_id: str, reason: str) -> None: ...
-    def status(self) -> dict[str, dict[str, Any]]: ...
-    async def start(self, server: MockedServer) -> None: ...
-    async def run(self) -> None:
-        """Start processes that die again, until cancelled."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class MockedServer:
@@ -143,7 +104,7 @@ class MockedServer:
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
-        self.engines: EngineReports | None = None
+        self.engines: EngineWatch | None = None
         """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
@@ -153,7 +114,6 @@ class MockedServer:
         self._loops = loops
         self._others = others
         self._dispatch = None if score_fn is None and loops is None else self._make_dispatch()
-        self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
         strict = server.replay_match == "strict"
         self._client = QueueClient(
@@ -168,8 +128,9 @@ class MockedServer:
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: HttpService | None = None
-        self._keeping: asyncio.Task[None] | None = None
         self._pooling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """Its other loops, until it is closed."""
 
     @property
     def base_url(self) -> str:
@@ -233,9 +194,9 @@ class MockedServer:
         await self._http.start()
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
-            self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
+            self._tasks.append(asyncio.create_task(self._dispatch.run(), name="dispatch"))
         if self.processes is not None:
-            self._keeping = asyncio.create_task(self.processes.run(), name="keep server processes")
+            self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
     def _front(self) -> PortRouter:
         """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
@@ -257,9 +218,9 @@ class MockedServer:
     async def wait(self) -> None:
         """Wait until the server is closed; raises when the pool's loop or the HTTP server failed."""
         assert self._http is not None and self._pooling is not None, "start() first"
-        tasks = (self._http.task, self._pooling, self._dispatching, self._keeping)
-        running = {task for task in tasks if task is not None}
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        assert self._http.task is not None
+        tasks = (self._http.task, self._pooling, *self._tasks)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
                 task.result()
@@ -269,14 +230,11 @@ class MockedServer:
         for prompt in self.prompt_queue.close():
             prompt.reply.fail(EngineError("the server is shutting down"))
         self.pool.close()
-        if self._dispatching is not None:
-            self._dispatching.cancel()
-            await asyncio.wait({self._dispatching})
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.wait({task})
         if self._pooling is not None:
             await self._pooling
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait({self._keeping})
         if self.processes is not None:
             await self.processes.close()
         if self._http is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mocked_server.gemini import chat_request  # noqa: E402
+from mocked_server.http import gemini_requests as chat_request  # noqa: E402
 from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 from mocked_server.http.request_fields import IGNORED, RULES  # noqa: E402
 

@@ -30,9 +30,9 @@ from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import Report, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import LINE, StandInEnvironment, line_for
-from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
+from mocked_server.http.gemini_requests import generation_of
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -63,46 +64,37 @@ def role_of(path: str) -> tuple[str, str]:
     return (role, slash + rest) if route_of(slash + rest)[0] in ROUTES else ("", path)
 
 
+@dataclass(slots=True)
 class Attribution:
     """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
     paths to `others`."""
 
-    def __init__(
-        self,
-        models: ASGIApp,
-        *,
-        others: ASGIApp,
-        keys: KeyRing,
-        episodes: Episodes,
-        is_full: Callable[[], bool] = bool,
-        elsewhere: Callable[[str, str], ASGIApp | None] | None = None,
-        find: Callable[[str], Awaitable[LiveEpisode]] | None = None,
-        has_roles: bool = False,
-    ) -> None:
-        """`is_full`: nothing more can be recorded for now. `elsewhere`: what passes a model request with this key to this path on
-        to another server process, None where it is served here. `find`: gets an episode that is not known here yet. `has_roles`: a
-        path may name a role after the key."""
-        self._has_roles = has_roles
-        self._elsewhere = elsewhere
-        self._find = find
-        self._models = models
-        self._others = others
-        self._keys = keys
-        self._episodes = episodes
-        self._is_full = is_full
+    models: ASGIApp
+    _: KW_ONLY
+    others: ASGIApp
+    keys: KeyRing
+    episodes: Episodes
+    is_full: Callable[[], bool] = bool
+    """Nothing more can be recorded for now."""
+    elsewhere: Callable[[str, str], ASGIApp | None] | None = None
+    """What passes a model request with this key to this path on to another server process, None where it is served here."""
+    find: Callable[[str], Awaitable[LiveEpisode]] | None = None
+    """Gets an episode that is not known here yet."""
+    has_roles: bool = False
+    """A path may name a role after the key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._others(scope, receive, send)
+            await self.others(scope, receive, send)
             return
         key, path = key_of(scope)
         role = ""
-        if self._has_roles and path != scope["path"] and route_of(path)[0] not in ROUTES:
+        if self.has_roles and path != scope["path"] and route_of(path)[0] not in ROUTES:
             role, path = role_of(path)
         path, named = route_of(path)
-        if self._has_roles:
+        if self.has_roles:
             role = role or named.get("model", "")
-        elsewhere = self._elsewhere(key, path) if self._elsewhere and key is not None and path in ROUTES else None
+        elsewhere = self.elsewhere(key, path) if self.elsewhere and key is not None and path in ROUTES else None
         try:
             _check_offered(scope, path)
             if elsewhere is not None:
@@ -111,7 +103,7 @@ class Attribution:
             if named or path != scope["path"]:
                 scope = {**scope, "path": path, "raw_path": path.encode(), "path_params": named}
             if path not in ROUTES:
-                await self._others(scope, receive, send)
+                await self.others(scope, receive, send)
                 return
             call = await self._call(key, path)
         except Failure as failure:
@@ -122,7 +114,7 @@ class Attribution:
         token = current_call.set(call)
         try:
             with nullcontext() if call is None else call.live.answering():
-                await self._models(scope, receive, send)
+                await self.models(scope, receive, send)
         finally:
             current_call.reset(token)
 
@@ -134,7 +126,7 @@ class Attribution:
             raise Failure(403, str(error), code="episode_closed") from error
         except EpisodeError as error:
             raise Failure(401, str(error), code="invalid_api_key") from error
-        if path in GENERATING and self._is_full():
+        if path in GENERATING and self.is_full():
             why = "nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request later"
             raise Failure(503, why, code="storage_full", retry_after_s=RETRY_AFTER_S)
         return call
@@ -142,14 +134,14 @@ class Attribution:
     async def _opened(self, key: str | None, path: str) -> Call | None:
         if key is None:
             raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
-        episode_id = self._keys.episode_of(key)
+        episode_id = self.keys.episode_of(key)
         if episode_id is not None and path not in CLOSED_TO_EPISODES:
-            return Call(self._episodes.get(episode_id) if self._find is None else await self._find(episode_id))
-        is_worker = self._keys.worker_of(key) is not None
+            return Call(self.episodes.get(episode_id) if self.find is None else await self.find(episode_id))
+        is_worker = self.keys.worker_of(key) is not None
         if path in OPEN_TO_WORKERS and is_worker:
             return None
-        others = (self._keys.scorer, self._keys.admin)
-        if path in OPEN_TO_ALL_KEYS and (is_worker or any(self._keys.same(key, other) for other in others)):
+        others = (self.keys.scorer, self.keys.admin)
+        if path in OPEN_TO_ALL_KEYS and (is_worker or any(self.keys.same(key, other) for other in others)):
             return None
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
 

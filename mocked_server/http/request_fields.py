@@ -214,42 +214,18 @@ def servable(path: str, body: bytes) -> bytes:
     """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
     with all fields that they know. Responses: null fields, and earlier answers that refused something, or said nothing, which are
     text as others. All: searches that are offered beside other tools."""
-    if path in RULES and b'"web_search' in body:
-        body = _without_searches(body)
-    if path == CHAT and b"null" in body:
-        return _with_each(body, "messages", _set_fields)
-    if path == RESPONSES and b"null" in body:
-        body = _without_nulls(body)
-    if path == RESPONSES and b"assistant" in body:
-        return _with_each(body, "input", _text_of_answer)
-    return body
-
-
-def _without_searches(body: bytes) -> bytes:
-    fields = _parsed(body)
-    tools = fields.get("tools") if isinstance(fields, dict) else None
-    if not isinstance(tools, list):
+    words = {CHAT: (b"null",), RESPONSES: (b"null", b"assistant")}.get(path, ())
+    offers_search = path in RULES and b'"web_search' in body
+    if not (offers_search or any(word in body for word in words)) or not isinstance(fields := _parsed(body), dict):
         return body
-    kept = [tool for tool in tools if not _kind(tool).startswith(SEARCH)]
-    return body if kept == tools else json.dumps({**fields, "tools": kept}).encode()
-
-
-def _without_nulls(body: bytes) -> bytes:
-    """The body without the fields that say null, which count as missing."""
-    fields = _parsed(body)
-    if not isinstance(fields, dict) or None not in fields.values():
-        return body
-    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
-
-
-def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    """The body with each item of this list changed, if all are objects."""
-    fields = _parsed(body)
-    items = fields.get(name) if isinstance(fields, dict) else None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        return body
-    changed = [change(item) for item in items]
-    return body if changed == items else json.dumps({**fields, name: changed}).encode()
+    changed = fields if path != RESPONSES else {name: value for name, value in fields.items() if value is not None}
+    if offers_search and isinstance(tools := fields.get("tools"), list):
+        changed = {**changed, "tools": [tool for tool in tools if not _kind(tool).startswith(SEARCH)]}
+    for owner, name, change in ((CHAT, "messages", _set_fields), (RESPONSES, "input", _text_of_answer)):
+        items = changed.get(name)
+        if path == owner and isinstance(items, list) and all(isinstance(item, dict) for item in items):
+            changed = {**changed, name: [change(item) for item in items]}
+    return body if changed == fields else json.dumps(changed).encode()
 
 
 def _set_fields(message: dict[str, Any]) -> dict[str, Any]:

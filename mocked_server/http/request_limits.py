@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,17 +45,17 @@ def body_refused(status: int, message: str) -> Failure:
     return Failure(status, message, retry_after_s=1 if status in (429, 503) else None, closes=True)
 
 
+@dataclass(frozen=True, slots=True)
 class PortRouter:
-    """`admin_port`: of the listening socket on which `admin` is served; all others serve `public`."""
+    """Serves `admin` on the listening socket with `admin_port`, and `public` on all others."""
 
-    def __init__(self, public: ASGIApp, *, admin: ASGIApp, admin_port: int) -> None:
-        self._public = public
-        self._admin = admin
-        self._admin_port = admin_port
+    public: ASGIApp
+    admin: ASGIApp
+    admin_port: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Of the socket that took the connection, not of a header: it cannot be forged.
-        app = self._admin if scope["server"][1] == self._admin_port else self._public
+        app = self.admin if scope["server"][1] == self.admin_port else self.public
         await app(scope, receive, send)
 
 
@@ -249,15 +250,15 @@ class BodyRoom:
         return self.num_bytes == 0 or self.num_bytes + size <= self._max_bytes
 
 
+@dataclass(slots=True, eq=False)
 class RequestMemory:
     """What one request holds. `begin` it before its body is read, `end` it when its answer has ended."""
 
-    def __init__(self, episode: EpisodeMemory, room: BodyRoom) -> None:
-        self._episode = episode
-        self._room = room
-        self._num_bytes = 0
-        self._taken = 0
-        self._ended = False
+    _episode: EpisodeMemory
+    _room: BodyRoom
+    _num_bytes: int = 0
+    _taken: int = 0
+    _ended: bool = False
 
     async def begin(self, length: int | None) -> None:
         """Waits until there is room for a body of this length; None: not told beforehand. Raises Failure when the episode

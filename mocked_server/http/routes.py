@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -150,21 +150,71 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 
 def build_app(service: EpisodeService) -> FastAPI:
     """The routes of agents and scorers."""
-    return _app_of(_open_routes(), _worker_routes(service), _scorer_routes(service))
+    app = _bare_app()
+    its_worker = _requires(service, KeyRing.worker_of, "worker")
+    its_scorer = _requires(service, lambda keys, given: "" if keys.same(given, keys.scorer) else None, "scorer")
+
+    @app.get("/tasks", dependencies=[its_worker])
+    async def lease(
+        request: Request,
+        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
+        worker: str = its_worker,
+        x_server_process: Annotated[int, Header(ge=0)] = 0,
+    ) -> Response:
+        lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
+        leased = await _unless_gone(request, lease)
+        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
+
+    @app.post("/scores", dependencies=[its_scorer])
+    async def scores(body: ScoreBody) -> dict[str, Any]:
+        service.check_storage()
+        if body.score is None:
+            await service.fail(body.episode_id, body.failed or "no reason given")
+            return {"episode_id": body.episode_id, "stored": True}
+        if body.role:
+            service.check_role(body.role)
+        stored = await service.notify_score(body.episode_id, body.score, detail=body.detail())
+        return {"episode_id": body.episode_id, "stored": stored}
+
+    @app.get("/episode", dependencies=[its_scorer])
+    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
+        return service.episode_view(x_episode_key)
+
+    return app
 
 
 def build_admin_app(service: EpisodeService) -> FastAPI:
     """The administrator's routes."""
-    return _app_of(_open_routes(), _admin_routes(service))
+    app = _bare_app()
+    admin = [_requires(service, lambda keys, given: "" if keys.same(given, keys.admin) else None, "admin")]
+    text = PrometheusText(status=service.status, engines=service.engine_figures)
+
+    @app.post("/tasks", dependencies=admin)
+    async def add_tasks(body: TasksBody) -> dict[str, int]:
+        service.check_storage()
+        return {"added": await service.add_tasks(body.tasks)}
+
+    @app.get("/status", dependencies=admin)
+    async def status() -> dict[str, Any]:
+        return service.status()
+
+    @app.get("/metrics", dependencies=admin)
+    async def metrics() -> Response:
+        return Response(text.page(), media_type=CONTENT_TYPE)
+
+    return app
 
 
-def _app_of(*routers: APIRouter) -> FastAPI:
+def _bare_app() -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for router in routers:
-        app.include_router(router)
     app.add_exception_handler(UnderstudyError, _our_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _no_route)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
     return app
 
 
@@ -192,9 +242,8 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 
 def _error(status: int, *, kind: str, message: str) -> JSONResponse:
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status
-    )
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)
 
 
 def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
@@ -208,14 +257,6 @@ def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | Non
         return whose
 
     return Depends(check)
-
-
-def _is_scorer(keys: KeyRing, given: str) -> str | None:
-    return "" if keys.same(given, keys.scorer) else None
-
-
-def _is_admin(keys: KeyRing, given: str) -> str | None:
-    return "" if keys.same(given, keys.admin) else None
 
 
 class _Unauthorized(UnderstudyError):
@@ -239,77 +280,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _open_routes() -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200)
-
-    return router
-
-
-def _worker_routes(service: EpisodeService) -> APIRouter:
-    its_worker = _requires(service, KeyRing.worker_of, "worker")
-    router = APIRouter(dependencies=[its_worker])
-
-    @router.get("/tasks")
-    async def lease(
-        request: Request,
-        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
-        worker: str = its_worker,
-        x_server_process: Annotated[int, Header(ge=0)] = 0,
-    ) -> Response:
-        lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
-        leased = await _unless_gone(request, lease)
-        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
-
-    return router
-
-
-def _scorer_routes(service: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(service, _is_scorer, "scorer")])
-
-    @router.post("/scores")
-    async def scores(body: ScoreBody) -> dict[str, Any]:
-        service.check_storage()
-        if body.score is None:
-            await service.fail(body.episode_id, body.failed or "no reason given")
-            return {"episode_id": body.episode_id, "stored": True}
-        if body.role:
-            service.check_role(body.role)
-        return {
-            "episode_id": body.episode_id,
-            "stored": await service.notify_score(body.episode_id, body.score, detail=body.detail()),
-        }
-
-    @router.get("/episode")
-    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
-        return service.episode_view(x_episode_key)
-
-    return router
-
-
-def _admin_routes(service: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(service, _is_admin, "admin")])
-    text = PrometheusText(status=service.status, engines=service.engine_figures)
-
-    @router.post("/tasks")
-    async def add_tasks(body: TasksBody) -> dict[str, int]:
-        service.check_storage()
-        return {"added": await service.add_tasks(body.tasks)}
-
-    @router.get("/status")
-    async def status() -> dict[str, Any]:
-        return service.status()
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(text.page(), media_type=CONTENT_TYPE)
-
-    return router
 
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

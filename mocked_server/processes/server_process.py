@@ -21,9 +21,9 @@ from starlette.types import ASGIApp
 from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution
 from mocked_server.http.forwarding import Forward
+from mocked_server.http.gemini_routes import GeminiRoutes
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.uvicorn_server import HttpService
 from mocked_server.keys import KeyRing, process_secret

@@ -19,8 +19,7 @@ import pytest
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.gemini import routes as gemini_routes
-from mocked_server.http import model_requests, request_fields, request_limits, roles
+from mocked_server.http import gemini_routes, model_requests, request_fields, request_limits, roles
 from mocked_server.http.dialects import CHAT, RESPONSES
 from mocked_server.http.request_fields import MAX_MESSAGES
 from mocked_server.http.request_limits import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
 from mocked_server.conversation.chat_history import arguments_of
-from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
+from mocked_server.http.gemini_requests import count_of, generation_of, shows_thoughts
 from mocked_server.http.request_limits import replaying
 from mocked_server.request_context import current_call
 
@@ -172,40 +172,40 @@ class GeminiRoutes:
         await self.app(inner, replaying(sent, receive), answer.take)
 
 
+@dataclass(slots=True)
 class _Answer:
     """What the application sends, on its way to the client. `tell`: the client's words for a whole body, or, where it `is_stream`,
     for an event. An error passes as it is: it is spelled further out."""
 
-    def __init__(self, send: Send, tell: Callable[[bytes], bytes], *, is_stream: bool = False) -> None:
-        self._send = send
-        self._tell = tell
-        self._is_stream = is_stream
-        self._start: Message | None = None
-        """The start of an answer that is to be changed; None: nothing began, or it is an error."""
-        self._rest = b""
-        """What has come and was not told yet."""
+    send: Send
+    tell: Callable[[bytes], bytes]
+    is_stream: bool
+    start: Message | None = None
+    """The start of an answer that is to be changed; None: nothing began, or it is an error."""
+    rest: bytes = b""
+    """What has come and was not told yet."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""
         if message["type"] == "http.response.start" and message["status"] < 400:
-            self._start = message
-            if self._is_stream:
-                await self._send(message)
+            self.start = message
+            if self.is_stream:
+                await self.send(message)
             return
-        if self._start is None:
-            return await self._send(message)
-        self._rest += message.get("body", b"")
+        if self.start is None:
+            return await self.send(message)
+        self.rest += message.get("body", b"")
         more = message.get("more_body", False)
-        if self._is_stream:
-            *events, self._rest = self._rest.split(b"\n\n")
-            told = b"".join(map(self._tell, events))
+        if self.is_stream:
+            *events, self.rest = self.rest.split(b"\n\n")
+            told = b"".join(map(self.tell, events))
             if told or not more:
-                await self._send({"type": "http.response.body", "body": told, "more_body": more})
+                await self.send({"type": "http.response.body", "body": told, "more_body": more})
         elif not more:  # it begins when it is complete, with its length
-            body = self._tell(self._rest)
-            headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
-            await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-            await self._send({"type": "http.response.body", "body": body})
+            body = self.tell(self.rest)
+            headers = [(name, value) for name, value in self.start["headers"] if name != b"content-length"]
+            await self.send({**self.start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            await self.send({"type": "http.response.body", "body": body})
 
 
 def _count(body: bytes) -> bytes:
