@@ -24,7 +24,7 @@ from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import ScoreDetail, TrainBatch
-from buffers.token_tree import TokenTree
+from buffers.training_rows import TokenTree
 
 _MAX_TREES = 4096
 """Token trees kept in memory; others are rebuilt from the ledger at the next round of their episode."""

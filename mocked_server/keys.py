@@ -140,7 +140,7 @@ def round_secret(folder: Path, *, host: str) -> bytes:
     """What both sides of the wire to the ledger of the run in `folder` prove that they know, where it listens on `host`; it opens
     nothing else. Raises SecretError."""
     check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
-    return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
+    return wire_secret(folder, host=host, label=b"rows")
 
 
 def wire_secret(folder: Path, *, host: str, label: bytes) -> bytes:

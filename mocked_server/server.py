@@ -12,7 +12,8 @@ import logging
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -456,8 +457,7 @@ def create_and_launch_task_pool(
     settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)
     args = make_args(settings)
     config = make_vllm_config(args)
-    box: dict[str, Any] = {}
-    ready = threading.Event()
+    started: Future[MockedServer] = Future()
 
     async def main() -> None:
         pool = TaskPool(
@@ -469,32 +469,24 @@ def create_and_launch_task_pool(
             deadline_s=deadline_s,
             max_attempts=1,
         )
-        box["server"] = mocked = MockedServer(
+        mocked = MockedServer(
             args=args, vllm_config=config, rollout=rollout, server=server, pool=pool,
             notify_score_fn=notify_score_fn, score_fn=score_fn,
         )  # fmt: skip
         await mocked.start()
-        ready.set()
+        started.set_result(mocked)
         await mocked.wait()
 
-    thread = threading.Thread(target=_run_until_closed, args=(main, box, ready), name="mocked-server", daemon=True)
+    def serve() -> None:
+        try:
+            asyncio.run(main())
+        except (UnderstudyError, OSError) as error:
+            if not started.done():
+                started.set_exception(error)
+
+    thread = threading.Thread(target=serve, name="mocked-server", daemon=True)
     thread.start()
-    ready.wait()
-    if "error" in box:
-        raise box["error"]
-    return box["server"], thread
-
-
-def _run_until_closed(
-    main: Callable[[], Coroutine[Any, Any, None]], box: dict[str, Any], ready: threading.Event
-) -> None:
-    """A thread's work: an event loop for `main`; a failure goes to `box["error"]`."""
-    try:
-        asyncio.run(main())
-    except (UnderstudyError, OSError) as error:
-        box["error"] = error
-    finally:
-        ready.set()
+    return started.result(), thread
 
 
 def _ledger_behind(notify_score_fn: ScoreSink) -> Ledger:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers.records import Int32
-from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import (
+    BranchCause,
     ChatOptions,
     Conversation,
     Message,

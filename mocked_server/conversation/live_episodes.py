@@ -21,11 +21,9 @@ import numpy as np
 
 from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
 from buffers.records import Episode, Int32, Round
-from buffers.token_tree import TokenTree
-from buffers.training_rows import ABORTED
+from buffers.training_rows import ABORTED, TokenTree
 from mocked_server.client_retries import Answers
-from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.chat_history import DIGEST_BYTES, ChatOptions, Conversation, ParsedReply
+from mocked_server.conversation.chat_history import DIGEST_BYTES, BranchCause, ChatOptions, Conversation, ParsedReply
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Bytes kept of one episode for continuation: about 7,000 rounds of an ordinary agent."""

@@ -32,7 +32,7 @@ from mocked_server.http.dialects import (
     respelled,
     spoken,
 )
-from mocked_server.http.request_fields import refused, servable
+from mocked_server.http.request_fields import refused, servable, tools_need_a_parser
 from mocked_server.http.request_limits import (
     MAX_BODY_BYTES,
     MAX_CONTAINERS,
@@ -43,7 +43,6 @@ from mocked_server.http.request_limits import (
     told_length,
 )
 from mocked_server.http.roles import Roles
-from mocked_server.parser_names import tools_need_a_parser
 from mocked_server.request_context import Call, current_call
 
 logger = logging.getLogger(__name__)

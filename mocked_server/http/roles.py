@@ -27,6 +27,7 @@ from starlette.types import Send
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.outgoing import ROLE, AnswerRefused, Outgoing
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Failure, is_anthropic
+from mocked_server.http.request_fields import fields_of
 from mocked_server.request_context import Call, Role
 
 MAX_SHOWN_CHARS = 80
@@ -59,7 +60,7 @@ class Roles:
     def settle(self, call: Call, body: bytes) -> bytes:
         """Finds who answers this request, and notes it in the call; the body, with the role for its model. Raises
         Failure."""
-        fields = _object(body)
+        fields = fields_of(body)
         named = call.asked_role or ("" if fields is None else fields.get("model") or "")
         if not named:
             call.role = self.default
@@ -111,7 +112,7 @@ class Upstream:
 
     async def answer(self, call: Call, path: str, body: bytes, *, send: Send) -> None:
         """Ask the other server, and pass on what it says as it comes. Raises Failure before anything was sent."""
-        fields = await call.apart(_object, body)
+        fields = await call.apart(fields_of, body)
         if fields is None or path not in PASSED_ON:
             what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
             raise Failure(400, f"a request of role {call.role.name} must be {what}")
@@ -197,11 +198,3 @@ def _texts(event: Any) -> Iterator[str]:
 def _objects(value: Any) -> list[dict[str, Any]]:
     """The objects of a list; none where it is no list: another server says what it likes."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _object(body: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None

@@ -117,15 +117,7 @@ class ScoreBody(BaseModel):
 
     def detail(self) -> ScoreDetail | None:
         """None: nothing beyond the score is said."""
-        detail = ScoreDetail(
-            round_index=self.round_index,
-            branch=self.branch,
-            role=self.role,
-            judge=self.judge,
-            final=self.final,
-            revise=self.revise,
-            hint=self.hint,
-        )
+        detail = ScoreDetail(**self.model_dump(exclude={"episode_id", "score", "failed"}))
         return None if detail == ScoreDetail() else detail
 
 

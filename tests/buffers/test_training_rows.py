@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from buffers.errors import UnderstudyError
 from buffers.prompt_queue import Response
 from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Round, Row, UInt16
-from buffers.token_tree import TokenTree
-from buffers.training_rows import episode_rows, is_trainable
+from buffers.training_rows import TokenTree, episode_rows, is_trainable
 from tests.support.buffer_parts import make_round
 
 

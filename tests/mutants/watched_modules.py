@@ -51,7 +51,6 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "learner/training/packing.py": (f"{_TRAINING}/test_packing.py", f"{_TRAINING}/test_batch_tensors.py"),
     "learner/training/batch_tensors.py": (f"{_TRAINING}/test_batch_tensors.py", *_STEPS[:1]),
     "learner/training/trainer.py": _STEPS,
-    "buffers/token_tree.py": ("tests/buffers/test_training_rows.py",),
     "buffers/training_rows.py": ("tests/buffers/test_training_rows.py",),
     "buffers/ledger/batches.py": _BOOKS,
     "buffers/ledger/scores.py": (_BOOKS[1], _BOOKS[0], *_BOOKS[2:]),

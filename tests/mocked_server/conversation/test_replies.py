@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import (
+    BranchCause,
     ChatOptions,
     ParsedReply,
     canonical_arguments,
