@@ -279,13 +279,6 @@ def _check(mask: Flags, *, sampled: Flags, ids: Int32, what: str, prompt_length:
 
 def _rounds_of(live: LiveEpisode, ids: Int32) -> Iterator[tuple[LiveRound, int, int]]:
     """(round, where its sampled ids stand, how many of them are these ids) for each round whose prompt these ids begin with."""
-    open_: list[tuple[LiveRound, int]] = [(root, 0) for root in live.roots]
-    while open_:
-        node, start = open_.pop()
-        here = ids[start : start + len(node.ids)]
-        differs = np.flatnonzero(here != node.ids[: len(here)])
-        alike = int(differs[0]) if len(differs) else len(here)
-        if alike > len(node.tail_ids):
-            yield node, start + len(node.tail_ids), alike - len(node.tail_ids)
-        if alike == len(node.ids):
-            open_ += [(child, node.total) for child in node.children]
+    for live_round, alike in live.matches(ids):
+        if (num_sampled := alike - len(live_round.tail_ids)) > 0:
+            yield live_round, live_round.total - live_round.num_sampled, num_sampled

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -137,45 +137,35 @@ class GenerationStats:
         return self.busy_s + (now - self._since if self.running else 0.0)
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
-    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt.
+    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""
 
-    `blame`: called with the id of an episode one of whose requests killed the engine that served nothing else.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        queue: PromptQueue,
-        episodes: Episodes,
-        rounds: RoundStore,
-        blame: Callable[[str], object] = lambda _: None,
-        frozen: Mapping[str, Engine] | None = None,
-        adapters: Collection[str] = (),
-        records_experts: bool = False,
-    ) -> None:
-        """`episodes`: those that run; `frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are
-        adapters of their own; `records_experts`: outputs have the experts of tokens."""
-        self._records_experts = records_experts
-        self._frozen = dict(frozen or {})
-        self._adapters = frozenset(adapters)
-        self._engine = engine
-        self._queue = queue
-        self._rounds = rounds
-        self._blame = blame
-        self._episodes = episodes
-        self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
-        """Episode -> its answers that are generated now."""
-        self._deaths: dict[str, dict[tuple[str, int], str]] = {}
-        """Episode -> the lives of engines that ended by themselves while it had a request under way -> what was seen; until it is
-        served alone."""
-        self._alone = asyncio.Lock()
-        """Held by the one suspect that is generated for."""
-        self.stats = GenerationStats()
+    engine: Engine
+    _: KW_ONLY
+    queue: PromptQueue
+    episodes: Episodes
+    """Those that run."""
+    rounds: RoundStore
+    blame: Callable[[str], object] = lambda _: None
+    """Called with the id of an episode one of whose requests killed the engine that served nothing else."""
+    frozen: Mapping[str, Engine] = field(default_factory=dict)
+    """Engines of the roles that the policy does not play."""
+    adapters: Collection[str] = ()
+    """The roles that are adapters of their own."""
+    records_experts: bool = False
+    """Outputs have the experts of tokens."""
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    _answers: defaultdict[str, list[_Answer]] = field(default_factory=lambda: defaultdict(list))
+    """Episode -> its answers that are generated now."""
+    _deaths: dict[str, dict[tuple[str, int], str]] = field(default_factory=dict)
+    """Episode -> the lives of engines that ended by themselves while it had a request under way -> what was seen; until it is
+    served alone."""
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one suspect that is generated for."""
 
     def _engine_of(self, prompt: Prompt) -> Engine:
-        return self._frozen.get(prompt.role, self._engine)
+        return self.frozen.get(prompt.role, self.engine)
 
     async def run(self) -> None:
         """Runs until the queue is closed. What an engine was doing when it died is continued by another one, or by its next
@@ -183,7 +173,7 @@ class Generation:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    prompts = await self._queue.take()
+                    prompts = await self.queue.take()
                 except QueueClosed:
                     return
                 for prompt in prompts:
@@ -265,7 +255,7 @@ class Generation:
             prompt.request_id, prompt.episode_id, seen, before,
         )  # fmt: skip
         if prompt.episode_id is not None:
-            self._blame(prompt.episode_id)
+            self.blame(prompt.episode_id)
         raise RequestRefused(
             f"the engine died while it answered this request alone ({seen}), as {len(earlier)} others did that served it among "
             "others; send another one"
@@ -273,7 +263,7 @@ class Generation:
 
     async def _generate(self, answer: _Answer, caller: Caller) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
-        if self._records_experts and (live := self._episode_of(prompt)) is not None:  # the parent's own are stored
+        if self.records_experts and (live := self._episode_of(prompt)) is not None:  # the parent's own are stored
             prompt.sampling.params.routed_experts_prompt_start = max(1, live.tree.num_ids(prompt.parent)) - 1
         ids = prompt.prompt_token_ids.tolist()
         outputs = self._engine_of(prompt).generate(
@@ -283,7 +273,7 @@ class Generation:
             caller=caller,
             sampled=answer.sampled,
             **prompt.sampling.extra,
-            **({ADAPTER_OF: prompt.role} if prompt.role in self._adapters else {}),
+            **({ADAPTER_OF: prompt.role} if prompt.role in self.adapters else {}),
         )
         async with aclosing(outputs) as stream:
             async for output in stream:
@@ -322,10 +312,10 @@ class Generation:
         responses, stored = answer.recorder.responses(version=self._engine_of(prompt).version), None
         for number, response in enumerate(responses):
             self.stats.tokens += len(response.sampled_ids)
-            if prompt.role not in self._frozen:
+            if prompt.role not in self.frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
             if (live := self._episode_of(prompt)) is not None:
-                if prompt.role in self._frozen:  # of another model
+                if prompt.role in self.frozen:  # of another model
                     response = replace(response, experts=None)
                 round_ = live.tree.add(
                     response,
@@ -340,7 +330,7 @@ class Generation:
 
     def _episode_of(self, prompt: Prompt) -> LiveEpisode | None:
         """None: nothing of this prompt is recorded: it has no episode, or that ended while its last generation ran."""
-        return None if prompt.episode_id is None else self._episodes.find(prompt.episode_id)
+        return None if prompt.episode_id is None else self.episodes.find(prompt.episode_id)
 
     def record(self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]) -> Future[None]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
@@ -349,16 +339,16 @@ class Generation:
             request_id="",
             sampled_ids=np.array(said, np.int32),
             logprobs=np.zeros(len(said), np.float32),
-            versions=np.full(len(said), self._engine.version, np.int32),
+            versions=np.full(len(said), self.engine.version, np.int32),
         )
         trained = np.zeros(len(said), np.uint8)
-        tree = self._episodes.get(episode_id).tree
+        tree = self.episodes.get(episode_id).tree
         return self._put(tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role))
 
     def forget(self, episode_id: str, reason: str) -> None:
         """The episode ended. Unless it was scored, what is generated for it now is given up."""
         self._deaths.pop(episode_id, None)
-        for engine in (self._engine, *self._frozen.values()):
+        for engine in (self.engine, *self.frozen.values()):
             engine.forget(episode_id)
         if reason == EpisodeState.SCORED:  # its agent may still read the end of its last answer
             return
@@ -370,7 +360,7 @@ class Generation:
                 answer.task.cancel()
 
     def _put(self, round_: Round) -> Future[None]:
-        stored = self._rounds.put_round(round_)
+        stored = self.rounds.put_round(round_)
         stored.add_done_callback(_log_unstored)
         return stored
 

@@ -18,7 +18,7 @@ PAGE = ROOT / "SECURITY.md"
 OURS = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
 CLIENTS_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "httpx": (
-        "mocked_server/http/forwarding.py",
+        "mocked_server/http/attribution.py",
         "agents/examples/lm_eval_harness.py",
         "agents/examples/inspect_harness.py",
     ),

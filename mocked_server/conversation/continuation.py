@@ -29,7 +29,7 @@ from mocked_server.conversation.chat_history import (
     joined_text,
     same_text,
 )
-from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, common_prefix
 
 Parse = Callable[[str, ChatOptions], ParsedReply]
 """A sampled text and what it was asked with -> how the API showed it."""
@@ -106,14 +106,9 @@ def stand_in(messages: Sequence[Message], covered: int, *, said: str) -> tuple[l
 def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
     """The longest earlier round, the latest of equals, that these ids start with."""
     best: LiveRound | None = None
-    open_ = [(root, 0) for root in live.roots]
-    while open_:
-        node, start = open_.pop(0)
-        if node.total > len(ids) or not np.array_equal(ids[start : node.total], node.ids):
-            continue
-        if best is None or node.total >= best.total:
-            best = node
-        open_ += [(child, node.total) for child in node.children]
+    for live_round, alike in live.matches(ids):
+        if alike == len(live_round.ids) and (best is None or live_round.total >= best.total):
+            best = live_round
     return best
 
 
@@ -168,7 +163,7 @@ def diagnose_tokens(
     """The messages continue `parent`, but the rendered prompt does not begin with its exact ids."""
     ids = np.array(rendered_ids, np.int32)
     exact = parent.chain_ids()
-    at = _first_difference(exact, ids)
+    at = common_prefix(exact, ids)
     broken = next(live for live in parent.chain() if live.total > at)
     sampled_from = broken.total - broken.num_sampled
     sampled = exact[sampled_from : broken.total]
@@ -180,9 +175,3 @@ def diagnose_tokens(
     if at >= sampled_from and shown.startswith(decode(sampled.tolist())):
         return BranchCause.RETOKENIZED
     return BranchCause.TOOL_ARGS_REWRITTEN if said.calls else BranchCause.TEMPLATE_REWRITES_HISTORY
-
-
-def _first_difference(one: Int32, other: Int32) -> int:
-    common = min(len(one), len(other))
-    differs = np.flatnonzero(one[:common] != other[:common])
-    return int(differs[0]) if len(differs) else common

@@ -196,6 +196,16 @@ class LiveEpisode:
             if memo:
                 self.by_history.setdefault(memo[:DIGEST_BYTES], []).append(live)
 
+    def matches(self, ids: Int32) -> Iterator[tuple[LiveRound, int]]:
+        """Each round for which `ids` begin with all ids before its own, and how many of its own follow there; parents first."""
+        open_ = list(self.roots)
+        while open_:
+            live = open_.pop(0)
+            alike = common_prefix(ids[live.total - len(live.ids) : live.total], live.ids)
+            yield live, alike
+            if alike == len(live.ids):
+                open_ += live.children
+
     def drop(self) -> None:
         """It has ended: what it remembered is given up now, also where a timer or a request still knows it."""
         for kept in (self.rounds, self.roots, self.by_history, self.openings, self._asked):
@@ -210,6 +220,13 @@ class LiveEpisode:
         if live.parent is not None:
             return BranchCause.FORKED
         return BranchCause.PROMPT_DIFFERS if chat is None else BranchCause.NEW_CONVERSATION
+
+
+def common_prefix(one: Int32, other: Int32) -> int:
+    """How many ids both begin with."""
+    common = min(len(one), len(other))
+    differs = np.flatnonzero(one[:common] != other[:common])
+    return int(differs[0]) if len(differs) else common
 
 
 class Episodes:

@@ -189,10 +189,10 @@ class ModelRequests:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
             failure, why = failure_of(cause), repr(cause)
-            if failure is None and isinstance(cause, UNREADABLE):
-                failure = self._unreadable(call, path, cause, was_served=reply.has_begun)
             if failure is None and not reply.can_be_text:
-                raise
+                if not isinstance(cause, UNREADABLE):
+                    raise
+                failure = self._unreadable(call, path, cause, was_served=reply.has_begun)
         if why and reply.can_be_text:
             logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why[:MAX_REASON_CHARS])
             call.tells_text = True
