@@ -33,8 +33,8 @@ CLIENTS_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "urllib3": (),
     "http.client": (),
 }
-"""Package that goes out over HTTP by itself -> files that use it for that: another process of the run (`forwarding`), programs as a
-user writes them, and what SECURITY.md says of each beside the table."""
+"""Package that goes out over HTTP by itself -> files that use it for that: another process of the run (`attribution.Forward`),
+programs as a user writes them, and what SECURITY.md says of each beside the table."""
 
 
 def table() -> str:

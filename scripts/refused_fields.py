@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mocked_server.http import gemini_requests as chat_request  # noqa: E402
+from mocked_server.http import gemini_requests  # noqa: E402
 from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 from mocked_server.http.request_fields import IGNORED, RULES  # noqa: E402
 
@@ -23,7 +23,7 @@ NAMES = {CHAT: "Chat", COMPLETIONS: "Completions", RESPONSES: "Responses", MESSA
 def refused() -> str:
     """A row for each remedy and the dialects that have it."""
     rules = [(rule.field, NAMES[path], rule.remedy) for path in NAMES for rule in RULES[path]]
-    rules += [(field, "Google", remedy) for field, remedy in chat_request.REFUSED.items()]
+    rules += [(field, "Google", remedy) for field, remedy in gemini_requests.REFUSED.items()]
     dialects: dict[tuple[str, str], list[str]] = {}
     for field, dialect, remedy in rules:
         dialects.setdefault((field, remedy), []).append(dialect)

@@ -33,7 +33,7 @@ ROUND_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class EpisodeMemory:
-    """What the requests of one episode hold now; `http.request_memory` counts into it."""
+    """What the requests of one episode hold now; `http.request_limits.RequestMemory` counts into it."""
 
     in_flight_bytes: int = 0
     """Bytes of bodies that are being read or answered."""

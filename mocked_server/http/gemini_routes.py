@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -37,35 +37,6 @@ REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
 Answer = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _Call:
-    """A function call of which parts have come."""
-
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
-
-    def add(self, delta: Mapping[str, Any]) -> None:
-        """Its next piece."""
-        function = delta.get("function") or {}
-        self.id = delta.get("id") or self.id
-        self.name += function.get("name") or ""
-        self.arguments += function.get("arguments") or ""
-
-    def part(self) -> Answer:
-        """The part of a content that says it."""
-        call: Answer = {"name": self.name, "args": arguments_of(self.arguments)}
-        return {"functionCall": call if self.id is None else {"id": self.id, **call}}
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """One answer of a stream so far."""
-
-    reason: str | None = None
-    calls: dict[int, _Call] = field(default_factory=dict)
-
-
 def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Answer:
     """The answer of `generateContent` to what the chat route answered."""
     candidates = []
@@ -73,8 +44,7 @@ def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Answer:
         message = choice["message"]
         parts = _said(message, shows_thoughts=shows_thoughts)
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            parts.append(_Call(call.get("id"), function["name"], function["arguments"]).part())
+            parts.append(_called(call.get("id"), call["function"]["name"], call["function"]["arguments"]))
         candidates.append(_candidate(choice["index"], parts, reason=choice.get("finish_reason")))
     return _response(chat, candidates, usage=chat.get("usage"))
 
@@ -84,27 +54,37 @@ class StreamedAnswer:
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
-        self._candidates: dict[int, _Candidate] = {}
+        self._reasons: dict[int, str | None] = {}
+        """Candidate -> why it ended; None: it has not yet."""
+        self._calls: dict[tuple[int, int], tuple[str | None, str, str]] = {}
+        """(candidate, number of the call) -> (id, name, arguments) of which parts have come."""
 
     def take(self, chunk: Mapping[str, Any]) -> Answer | None:
         """What to tell now; None: nothing yet."""
-        candidates = []
+        candidates, usage = [], None
         for choice in chunk.get("choices") or ():
             index, delta = choice["index"], choice.get("delta") or {}
-            candidate = self._candidates.setdefault(index, _Candidate())
-            candidate.reason = choice.get("finish_reason") or candidate.reason
+            self._reasons[index] = choice.get("finish_reason") or self._reasons.get(index)
             for call in delta.get("tool_calls") or ():
-                candidate.calls.setdefault(call["index"], _Call()).add(call)
+                function = call.get("function") or {}
+                identity, name, arguments = self._calls.get((index, call["index"]), (None, "", ""))
+                self._calls[index, call["index"]] = (
+                    call.get("id") or identity,
+                    name + (function.get("name") or ""),
+                    arguments + (function.get("arguments") or ""),
+                )
             if parts := _said(delta, shows_thoughts=self._shows_thoughts):
                 candidates.append(_candidate(index, parts, reason=None))
-        if (usage := chunk.get("usage")) is not None and not chunk.get("choices"):
-            candidates = [
-                _candidate(index, [call.part() for call in one.calls.values()], reason=one.reason)
-                for index, one in sorted(self._candidates.items())
-            ]
-        else:
-            usage = None
+        if not chunk.get("choices") and (usage := chunk.get("usage")) is not None:
+            for index, reason in sorted(self._reasons.items()):
+                calls = [_called(*call) for (candidate, _), call in self._calls.items() if candidate == index]
+                candidates.append(_candidate(index, calls, reason=reason))
         return _response(chunk, candidates, usage=usage) if candidates else None
+
+
+def _called(identity: str | None, name: str, arguments: str) -> Answer:
+    call: Answer = {"name": name, "args": arguments_of(arguments)}
+    return {"functionCall": call if identity is None else {"id": identity, **call}}
 
 
 def _said(message: Mapping[str, Any], *, shows_thoughts: bool) -> list[Answer]:

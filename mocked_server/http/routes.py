@@ -199,9 +199,8 @@ def build_admin_app(service: EpisodeService) -> FastAPI:
 
 def _bare_app() -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_exception_handler(UnderstudyError, _our_error)
-    app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(HTTPException, _no_route)
+    for kind in (UnderstudyError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _refuse)
 
     @app.get("/health")
     async def health() -> Response:
@@ -210,32 +209,19 @@ def _bare_app() -> FastAPI:
     return app
 
 
-async def _our_error(_: Request, error: Exception) -> JSONResponse:
-    status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
-    response = _error(status, kind=type(error).__name__, message=str(error))
-    if status == 507:
-        response.headers["retry-after"] = str(RETRY_AFTER_S)
-    return response
-
-
-async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-    return _error(422, kind="invalid_request_error", message="; ".join(lines))
-
-
-async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return _error(
-        error.status_code,
-        kind=kind_of(error.status_code),
-        message=f"{request.method} {request.url.path}: {error.detail}",
-    )
-
-
-def _error(status: int, *, kind: str, message: str) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status_code=status)
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case RequestValidationError():
+            lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+            status, kind, message = 422, "invalid_request_error", "; ".join(lines)
+        case HTTPException():
+            status, kind = error.status_code, kind_of(error.status_code)
+            message = f"{request.method} {request.url.path}: {error.detail}"
+        case _:
+            status = next((code for ours, code in STATUS_OF.items() if isinstance(error, ours)), 500)
+            kind, message = type(error).__name__, str(error)
+    told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(told, status, {"retry-after": str(RETRY_AFTER_S)} if status == STATUS_OF[StorageFull] else None)
 
 
 def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
