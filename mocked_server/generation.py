@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
+from buffers.ledger.ledger import Ledger
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import EpisodeState, Round
 from buffers.training_rows import ABANDONED, ABORTED
@@ -65,14 +66,6 @@ class Engine(Protocol):
 
     def forget(self, episode_id: str) -> None:
         """The episode has ended."""
-        ...
-
-
-class RoundStore(Protocol):
-    """What generation asks of the buffer."""
-
-    def put_round(self, round_: Round, /) -> Future[None]:
-        """Queue a round for writing; the future ends when it is durable."""
         ...
 
 
@@ -146,7 +139,7 @@ class Generation:
     queue: PromptQueue
     episodes: Episodes
     """Those that run."""
-    rounds: RoundStore
+    rounds: Ledger
     blame: Callable[[str], object] = lambda _: None
     """Called with the id of an episode one of whose requests killed the engine that served nothing else."""
     frozen: Mapping[str, Engine] = field(default_factory=dict)
