@@ -259,9 +259,7 @@ class MockedServer:
         episode = await lease(wait_s=wait_s)
         if episode is None:
             return None
-        if self.processes is None:
-            return self.open_episode(episode, worker=worker)
-        owner = self.processes.owner(episode.episode_id, asked=process)
+        owner = 0 if self.processes is None else self.processes.owner(episode.episode_id, asked=process)
         return self.open_episode(episode, worker=worker, process=owner)
 
     def _make_dispatch(self) -> Dispatch:
@@ -327,7 +325,8 @@ class MockedServer:
             *others, (score, detail) = score.reports()
             for other, judge in others:
                 await self.notify_score(episode_id, other, detail=judge, wait_for_disk=wait_for_disk)
-        more = {} if detail in (None, WHOLE) else {"detail": detail}
+        detail = detail or WHOLE
+        more = {} if detail == WHOLE else {"detail": detail}
         while True:
             try:
                 stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)
@@ -336,9 +335,8 @@ class MockedServer:
                 if not wait_for_disk:
                     raise
             await asyncio.sleep(FULL_S)
-        parts = detail is not None and (detail.round_index is not None or detail.branch is not None or detail.role)
-        ends = detail is None or (detail.final and not parts)
-        if stored is not False and ends:
+        is_of_part = detail.round_index is not None or detail.branch is not None or detail.role
+        if stored is not False and detail.final and not is_of_part:
             self.num_scored += 1
         return stored is not False
 
@@ -457,11 +455,14 @@ def create_and_launch_task_pool(
     settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)
     args = make_args(settings)
     config = make_vllm_config(args)
+    # Tasks and scores share the ledger of the dataset, where there is one.
+    owner = getattr(notify_score_fn, "__self__", None)
+    ledger = owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)
     started: Future[MockedServer] = Future()
 
     async def main() -> None:
         pool = TaskPool(
-            _ledger_behind(notify_score_fn),
+            ledger,
             group_size=group_size,
             groups_per_step=1,
             max_policy_lag=None,
@@ -483,13 +484,9 @@ def create_and_launch_task_pool(
         except (UnderstudyError, OSError) as error:
             if not started.done():
                 started.set_exception(error)
+        finally:
+            started.cancel()  # no effect on one that has its outcome
 
     thread = threading.Thread(target=serve, name="mocked-server", daemon=True)
     thread.start()
     return started.result(), thread
-
-
-def _ledger_behind(notify_score_fn: ScoreSink) -> Ledger:
-    """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share it; else a new one."""
-    owner = getattr(notify_score_fn, "__self__", None)
-    return owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)
