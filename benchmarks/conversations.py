@@ -218,7 +218,7 @@ class Stage:
         if self._engine is not None:
             says = TrialEngine(self._engine, tokenizer=self.tokenizer)
         self._generating = asyncio.create_task(
-            Generation(says, queue=self.server.prompt_queue, rounds=self.ledger).run()
+            Generation(says, queue=self.server.prompt_queue, episodes=self.server.episodes, rounds=self.ledger).run()
         )
         await self.server.start()
         self.server.model_requests.observer = self.lines

@@ -126,7 +126,7 @@ async def serve_understudy(settings: Settings) -> None:
         if isinstance(engine, EngineFleet):
             await engine.start()
             keeping = asyncio.create_task(engine.run())
-        generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
+        generation = Generation(engine, queue=server.prompt_queue, episodes=server.episodes, rounds=ledger)
         generating = asyncio.create_task(generation.run(), name="generate")
         await server.start()
         prompt = [{"role": "user", "content": "go"}]

@@ -24,7 +24,7 @@ from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import ScoreDetail, TrainBatch
-from buffers.token_tree import TokenTree
+from buffers.training_rows import TokenTree
 
 _MAX_TREES = 4096
 """Token trees kept in memory; others are rebuilt from the ledger at the next round of their episode."""
@@ -169,12 +169,9 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             return response, None
         try:
             round_ = self._trees[prompt.episode_id].add(
+                response,
                 prompt_ids=prompt.prompt_token_ids,
                 parent=prompt.parent,
-                sampled_ids=response.sampled_ids,
-                logprobs=response.logprobs,
-                versions=response.versions,
-                finish_reason=response.finish_reason,
                 memo=prompt.memo,
                 trained=prompt.trained(len(response.sampled_ids)),
                 role=prompt.role,

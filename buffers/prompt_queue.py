@@ -72,18 +72,14 @@ class Reply(Protocol):
         ...
 
 
-class SamplingRequest(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
     """How to sample an answer. Only the generator reads it."""
 
-    @property
-    def params(self) -> Any:
-        """vLLM's SamplingParams."""
-        ...
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """Further arguments of the engine's `generate`."""
-        ...
+    params: Any
+    """vLLM's SamplingParams."""
+    extra: Mapping[str, Any]
+    """Further arguments of the engine's `generate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +92,7 @@ class Prompt:
     """None: a plain prompt; it is answered and not recorded."""
     prompt_token_ids: Int32
     """[P]"""
-    sampling: SamplingRequest
+    sampling: Sampling
     reply: Reply
     group_id: int | None = None
     """The group of its episode, whose members share a prompt."""

@@ -29,9 +29,8 @@ from learner.placement.plan import in_cluster, own_node
 from learner.placement.run_nodes import RunNodes, checked, living_nodes
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.remote_engine import RemoteEngine
-from mocked_server.http.upstream import Upstream
+from mocked_server.http.roles import Roles, Upstream
 from mocked_server.keys import wire_secret
-from mocked_server.roles import Roles
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec

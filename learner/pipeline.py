@@ -222,14 +222,13 @@ class Pipeline:
             )
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server),
-            frozen=serving.others.engines, adapters=config.adapter_roles, records_experts=config.learner.router_replay,
+            engine, queue=server.prompt_queue, episodes=server.episodes, rounds=buffers.ledger,
+            blame=partial(self._end_killer, server), frozen=serving.others.engines, adapters=config.adapter_roles,
+            records_experts=config.learner.router_replay,
         )  # fmt: skip
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
-        for episode, rounds in buffers.running:
-            generation.resume(episode.episode_id, rounds)
         if self._evaluates:
             main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, players=players, buffers=buffers)
         else:

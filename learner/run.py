@@ -245,9 +245,9 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from learner.reporting.tracker import check_trackers
     from learner.startup.input_check import check_files, check_script
     from learner.startup.run_folder import check_place, find_resume
+    from mocked_server.http.request_fields import TABLES, check_parser
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
-    from mocked_server.parser_names import TABLES, check_parser
 
     folder = Path(config.run.dir) / config.run.name
     again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))

@@ -16,19 +16,20 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
+from buffers.ledger.ledger import Ledger
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import EpisodeState, Round
-from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
-from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.sampling_rules import keeps_state
 
 logger = logging.getLogger(__name__)
@@ -65,14 +66,6 @@ class Engine(Protocol):
 
     def forget(self, episode_id: str) -> None:
         """The episode has ended."""
-        ...
-
-
-class RoundStore(Protocol):
-    """What generation asks of the buffer."""
-
-    def put_round(self, round_: Round, /) -> Future[None]:
-        """Queue a round for writing; the future ends when it is durable."""
         ...
 
 
@@ -137,44 +130,35 @@ class GenerationStats:
         return self.busy_s + (now - self._since if self.running else 0.0)
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
-    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt.
+    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""
 
-    `blame`: called with the id of an episode one of whose requests killed the engine that served nothing else.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        queue: PromptQueue,
-        rounds: RoundStore,
-        blame: Callable[[str], object] = lambda _: None,
-        frozen: Mapping[str, Engine] | None = None,
-        adapters: Collection[str] = (),
-        records_experts: bool = False,
-    ) -> None:
-        """`frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are adapters of their own;
-        `records_experts`: outputs have the experts of tokens."""
-        self._records_experts = records_experts
-        self._frozen = dict(frozen or {})
-        self._adapters = frozenset(adapters)
-        self._engine = engine
-        self._queue = queue
-        self._rounds = rounds
-        self._blame = blame
-        self._trees: dict[str, TokenTree] = {}
-        self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
-        """Episode -> its answers that are generated now."""
-        self._deaths: dict[str, dict[tuple[str, int], str]] = {}
-        """Episode -> the lives of engines that ended by themselves while it had a request under way -> what was seen; until it is
-        served alone."""
-        self._alone = asyncio.Lock()
-        """Held by the one suspect that is generated for."""
-        self.stats = GenerationStats()
+    engine: Engine
+    _: KW_ONLY
+    queue: PromptQueue
+    episodes: Episodes
+    """Those that run."""
+    rounds: Ledger
+    blame: Callable[[str], object] = lambda _: None
+    """Called with the id of an episode one of whose requests killed the engine that served nothing else."""
+    frozen: Mapping[str, Engine] = field(default_factory=dict)
+    """Engines of the roles that the policy does not play."""
+    adapters: Collection[str] = ()
+    """The roles that are adapters of their own."""
+    records_experts: bool = False
+    """Outputs have the experts of tokens."""
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    _answers: defaultdict[str, list[_Answer]] = field(default_factory=lambda: defaultdict(list))
+    """Episode -> its answers that are generated now."""
+    _deaths: dict[str, dict[tuple[str, int], str]] = field(default_factory=dict)
+    """Episode -> the lives of engines that ended by themselves while it had a request under way -> what was seen; until it is
+    served alone."""
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one suspect that is generated for."""
 
     def _engine_of(self, prompt: Prompt) -> Engine:
-        return self._frozen.get(prompt.role, self._engine)
+        return self.frozen.get(prompt.role, self.engine)
 
     async def run(self) -> None:
         """Runs until the queue is closed. What an engine was doing when it died is continued by another one, or by its next
@@ -182,7 +166,7 @@ class Generation:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    prompts = await self._queue.take()
+                    prompts = await self.queue.take()
                 except QueueClosed:
                     return
                 for prompt in prompts:
@@ -264,7 +248,7 @@ class Generation:
             prompt.request_id, prompt.episode_id, seen, before,
         )  # fmt: skip
         if prompt.episode_id is not None:
-            self._blame(prompt.episode_id)
+            self.blame(prompt.episode_id)
         raise RequestRefused(
             f"the engine died while it answered this request alone ({seen}), as {len(earlier)} others did that served it among "
             "others; send another one"
@@ -272,8 +256,8 @@ class Generation:
 
     async def _generate(self, answer: _Answer, caller: Caller) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
-        if self._records_experts and (tree := self._tree_of(prompt)) is not None:  # the parent's own are stored
-            prompt.sampling.params.routed_experts_prompt_start = max(1, tree.num_ids(prompt.parent)) - 1
+        if self.records_experts and (live := self._episode_of(prompt)) is not None:  # the parent's own are stored
+            prompt.sampling.params.routed_experts_prompt_start = max(1, live.tree.num_ids(prompt.parent)) - 1
         ids = prompt.prompt_token_ids.tolist()
         outputs = self._engine_of(prompt).generate(
             ids,
@@ -282,7 +266,7 @@ class Generation:
             caller=caller,
             sampled=answer.sampled,
             **prompt.sampling.extra,
-            **({ADAPTER_OF: prompt.role} if prompt.role in self._adapters else {}),
+            **({ADAPTER_OF: prompt.role} if prompt.role in self.adapters else {}),
         )
         async with aclosing(outputs) as stream:
             async for output in stream:
@@ -321,55 +305,43 @@ class Generation:
         responses, stored = answer.recorder.responses(version=self._engine_of(prompt).version), None
         for number, response in enumerate(responses):
             self.stats.tokens += len(response.sampled_ids)
-            if prompt.role not in self._frozen:
+            if prompt.role not in self.frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
-            if (tree := self._tree_of(prompt)) is not None:
-                if prompt.role in self._frozen:  # of another model
+            if (live := self._episode_of(prompt)) is not None:
+                if prompt.role in self.frozen:  # of another model
                     response = replace(response, experts=None)
-                round_ = _grow(tree, prompt, response)
-                responses[number] = replace(response, round_index=round_.round_index)
-                stored = self._rounds.put_round(round_)
-                stored.add_done_callback(self._stored)
+                round_ = live.tree.add(
+                    response,
+                    prompt_ids=prompt.prompt_token_ids,
+                    parent=prompt.parent,
+                    memo=prompt.memo,
+                    trained=prompt.trained(len(response.sampled_ids)),
+                    role=prompt.role,
+                )
+                responses[number], stored = replace(response, round_index=round_.round_index), self._put(round_)
         return responses, stored
 
-    def _tree_of(self, prompt: Prompt) -> TokenTree | None:
-        """None: nothing of this prompt is recorded."""
-        if prompt.episode_id is None:
-            return None
-        if prompt.parent is not None and prompt.episode_id not in self._trees:
-            return None  # `forget`: the episode ended while its last generation ran
-        return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
+    def _episode_of(self, prompt: Prompt) -> LiveEpisode | None:
+        """None: nothing of this prompt is recorded: it has no episode, or that ended while its last generation ran."""
+        return None if prompt.episode_id is None else self.episodes.find(prompt.episode_id)
 
-    def record(
-        self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
-    ) -> Future[None]:
+    def record(self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]) -> Future[None]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
-        ends when it is durable, or refused."""
-        if (tree := self._trees.get(episode_id)) is None:
-            tree = self._trees[episode_id] = TokenTree(episode_id)
-        round_ = tree.add(
-            prompt_ids=np.array(asked, np.int32),
-            parent=None,
+        ends when it is durable, or refused. Raises EpisodeClosed."""
+        response = Response(
+            request_id="",
             sampled_ids=np.array(said, np.int32),
             logprobs=np.zeros(len(said), np.float32),
-            versions=np.full(len(said), self._engine.version, np.int32),
-            finish_reason=finish_reason,
-            trained=np.zeros(len(said), np.uint8),
-            role=role,
+            versions=np.full(len(said), self.engine.version, np.int32),
         )
-        stored = self._rounds.put_round(round_)
-        stored.add_done_callback(self._stored)
-        return stored
-
-    def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
-        """Take over an episode of an earlier process, which has these rounds."""
-        self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
+        trained = np.zeros(len(said), np.uint8)
+        tree = self.episodes.get(episode_id).tree
+        return self._put(tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role))
 
     def forget(self, episode_id: str, reason: str) -> None:
-        """The episode ended: its token tree is in the buffer. Unless it was scored, what is generated for it now is given up."""
-        self._trees.pop(episode_id, None)
+        """The episode ended. Unless it was scored, what is generated for it now is given up."""
         self._deaths.pop(episode_id, None)
-        for engine in (self._engine, *self._frozen.values()):
+        for engine in (self.engine, *self.frozen.values()):
             engine.forget(episode_id)
         if reason == EpisodeState.SCORED:  # its agent may still read the end of its last answer
             return
@@ -380,10 +352,16 @@ class Generation:
                 answer.prompt.reply.fail(EpisodeClosed(f"episode {episode_id} ended ({reason}); lease a new one"))
                 answer.task.cancel()
 
-    def _stored(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None and not isinstance(error, EpisodeError):  # the episode ended while its last generation ran
-            logger.error("a round could not be stored: %s", error)
+    def _put(self, round_: Round) -> Future[None]:
+        stored = self.rounds.put_round(round_)
+        stored.add_done_callback(_log_unstored)
+        return stored
+
+
+def _log_unstored(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, EpisodeError):  # the episode ended while its last generation ran
+        logger.error("a round could not be stored: %s", error)
 
 
 def _engine_refusal(prompt: Prompt) -> RequestRefused | RequestFailed:
@@ -409,21 +387,6 @@ async def _on_disk(stored: Future[None] | None) -> None:
 
     stored.add_done_callback(tell)
     await done.wait()
-
-
-def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
-    return tree.add(
-        prompt_ids=prompt.prompt_token_ids,
-        parent=prompt.parent,
-        sampled_ids=response.sampled_ids,
-        logprobs=response.logprobs,
-        versions=response.versions,
-        finish_reason=response.finish_reason,
-        memo=prompt.memo,
-        trained=prompt.trained(len(response.sampled_ids)),
-        role=prompt.role,
-        experts=response.experts,
-    )
 
 
 def _num_constrained(prompt: Prompt, response: Response) -> int:

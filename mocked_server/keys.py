@@ -53,18 +53,14 @@ class KeyRing:
     """Makes and checks keys. `secret` is 32 random bytes unless the same keys must survive a restart."""
 
     def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secret or secrets.token_bytes(SECRET_BYTES)
+        self.secret = secret or secrets.token_bytes(SECRET_BYTES)
+        """What the run's other server processes make the same keys of."""
         self.worker = self.worker_key("")
         self.scorer = PREFIX + "scorer-" + self._digest("scorer")
         self.admin = PREFIX + "admin-" + self._digest("admin")
 
-    @property
-    def secret(self) -> bytes:
-        """What the run's other server processes make the same keys of."""
-        return self._secret
-
     def _digest(self, purpose: str) -> str:
-        return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()[:DIGEST_CHARS]
+        return hmac.new(self.secret, purpose.encode(), hashlib.sha256).hexdigest()[:DIGEST_CHARS]
 
     def episode_key(self, episode_id: str, *, process: int = 0) -> str:
         """The key that opens this episode's model calls. `process`: the server process that owns it."""
@@ -140,7 +136,7 @@ def round_secret(folder: Path, *, host: str) -> bytes:
     """What both sides of the wire to the ledger of the run in `folder` prove that they know, where it listens on `host`; it opens
     nothing else. Raises SecretError."""
     check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
-    return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
+    return wire_secret(folder, host=host, label=b"rows")
 
 
 def wire_secret(folder: Path, *, host: str, label: bytes) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from buffers.buffer_dataset import PromptBatch
 from buffers.prompt_queue import Prompt, Response
-from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 

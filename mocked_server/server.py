@@ -12,13 +12,12 @@ import logging
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffers.errors import (
     EngineError,
@@ -38,20 +37,23 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes
-from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out, part_scores
-from mocked_server.conversation.restored_rounds import remember
-from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
+from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
-from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import Attribution
+from mocked_server.http.gemini_routes import GeminiRoutes
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
+from mocked_server.http.roles import Roles
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
-from mocked_server.roles import NO_ROLE, Roles
+from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
+
+if TYPE_CHECKING:
+    from mocked_server.processes.server_processes import ServerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -67,47 +69,6 @@ class ScoreSink(Protocol):
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
         that is called without may lack the parameter."""
         ...
-
-
-class EngineReports(Protocol):
-    """Figures of all engines, as they are now."""
-
-    def figures(self) -> Sequence[EngineFigures]: ...
-    def status(self) -> dict[str, dict[str, Any]]:
-        """Figures and rates of each engine, by its name."""
-        ...
-
-
-class ServerProcesses(Protocol):
-    """The other server processes of a run: `mocked_server.processes.server_processes`. Number 0 is the run's own."""
-
-    urls: Sequence[str]
-    """Root of each, from number 1 on."""
-
-    def elsewhere(self, key: str, path: str) -> ASGIApp | None:
-        """What passes a request with this key on to its owner; None: it is served here."""
-        ...
-
-    def process_of(self, key: str) -> int:
-        """The server process of an episode's key, or of a worker's."""
-        ...
-
-    def owner(self, episode_id: str, *, asked: int | None) -> int:
-        """The server process that owns an episode from now on."""
-        ...
-
-    def begun(self, episode_id: str) -> None:
-        """Rounds of this episode are in the ledger."""
-        ...
-
-    def closed(self, episode_id: str, reason: str) -> None: ...
-    def status(self) -> dict[str, dict[str, Any]]: ...
-    async def start(self, server: MockedServer) -> None: ...
-    async def run(self) -> None:
-        """Start processes that die again, until cancelled."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class MockedServer:
@@ -144,7 +105,7 @@ class MockedServer:
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
-        self.engines: EngineReports | None = None
+        self.engines: EngineWatch | None = None
         """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
@@ -154,7 +115,6 @@ class MockedServer:
         self._loops = loops
         self._others = others
         self._dispatch = None if score_fn is None and loops is None else self._make_dispatch()
-        self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
         strict = server.replay_match == "strict"
         self._client = QueueClient(
@@ -169,8 +129,9 @@ class MockedServer:
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: HttpService | None = None
-        self._keeping: asyncio.Task[None] | None = None
         self._pooling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """Its other loops, until it is closed."""
 
     @property
     def base_url(self) -> str:
@@ -234,9 +195,9 @@ class MockedServer:
         await self._http.start()
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
-            self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
+            self._tasks.append(asyncio.create_task(self._dispatch.run(), name="dispatch"))
         if self.processes is not None:
-            self._keeping = asyncio.create_task(self.processes.run(), name="keep server processes")
+            self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
     def _front(self) -> PortRouter:
         """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
@@ -258,9 +219,9 @@ class MockedServer:
     async def wait(self) -> None:
         """Wait until the server is closed; raises when the pool's loop or the HTTP server failed."""
         assert self._http is not None and self._pooling is not None, "start() first"
-        tasks = (self._http.task, self._pooling, self._dispatching, self._keeping)
-        running = {task for task in tasks if task is not None}
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        assert self._http.task is not None
+        tasks = (self._http.task, self._pooling, *self._tasks)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
                 task.result()
@@ -270,14 +231,11 @@ class MockedServer:
         for prompt in self.prompt_queue.close():
             prompt.reply.fail(EngineError("the server is shutting down"))
         self.pool.close()
-        if self._dispatching is not None:
-            self._dispatching.cancel()
-            await asyncio.wait({self._dispatching})
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.wait({task})
         if self._pooling is not None:
             await self._pooling
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait({self._keeping})
         if self.processes is not None:
             await self.processes.close()
         if self._http is not None:
@@ -301,9 +259,7 @@ class MockedServer:
         episode = await lease(wait_s=wait_s)
         if episode is None:
             return None
-        if self.processes is None:
-            return self.open_episode(episode, worker=worker)
-        owner = self.processes.owner(episode.episode_id, asked=process)
+        owner = 0 if self.processes is None else self.processes.owner(episode.episode_id, asked=process)
         return self.open_episode(episode, worker=worker, process=owner)
 
     def _make_dispatch(self) -> Dispatch:
@@ -357,7 +313,7 @@ class MockedServer:
             self.processes.begun(episode.episode_id)
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
+        self.episodes.get(episode.episode_id).restore(rounds, decode=decode)
 
     async def notify_score(
         self, episode_id: str, score: float, *, detail: ScoreDetail | None = None, wait_for_disk: bool = False
@@ -369,7 +325,8 @@ class MockedServer:
             *others, (score, detail) = score.reports()
             for other, judge in others:
                 await self.notify_score(episode_id, other, detail=judge, wait_for_disk=wait_for_disk)
-        more = {} if detail in (None, WHOLE) else {"detail": detail}
+        detail = detail or WHOLE
+        more = {} if detail == WHOLE else {"detail": detail}
         while True:
             try:
                 stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)
@@ -378,9 +335,8 @@ class MockedServer:
                 if not wait_for_disk:
                     raise
             await asyncio.sleep(FULL_S)
-        parts = detail is not None and (detail.round_index is not None or detail.branch is not None or detail.role)
-        ends = detail is None or (detail.final and not parts)
-        if stored is not False and ends:
+        is_of_part = detail.round_index is not None or detail.branch is not None or detail.role
+        if stored is not False and detail.final and not is_of_part:
             self.num_scored += 1
         return stored is not False
 
@@ -499,12 +455,14 @@ def create_and_launch_task_pool(
     settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)
     args = make_args(settings)
     config = make_vllm_config(args)
-    box: dict[str, Any] = {}
-    ready = threading.Event()
+    # Tasks and scores share the ledger of the dataset, where there is one.
+    owner = getattr(notify_score_fn, "__self__", None)
+    ledger = owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)
+    started: Future[MockedServer] = Future()
 
     async def main() -> None:
         pool = TaskPool(
-            _ledger_behind(notify_score_fn),
+            ledger,
             group_size=group_size,
             groups_per_step=1,
             max_policy_lag=None,
@@ -512,35 +470,23 @@ def create_and_launch_task_pool(
             deadline_s=deadline_s,
             max_attempts=1,
         )
-        box["server"] = mocked = MockedServer(
+        mocked = MockedServer(
             args=args, vllm_config=config, rollout=rollout, server=server, pool=pool,
             notify_score_fn=notify_score_fn, score_fn=score_fn,
         )  # fmt: skip
         await mocked.start()
-        ready.set()
+        started.set_result(mocked)
         await mocked.wait()
 
-    thread = threading.Thread(target=_run_until_closed, args=(main, box, ready), name="mocked-server", daemon=True)
+    def serve() -> None:
+        try:
+            asyncio.run(main())
+        except (UnderstudyError, OSError) as error:
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            started.cancel()  # no effect on one that has its outcome
+
+    thread = threading.Thread(target=serve, name="mocked-server", daemon=True)
     thread.start()
-    ready.wait()
-    if "error" in box:
-        raise box["error"]
-    return box["server"], thread
-
-
-def _run_until_closed(
-    main: Callable[[], Coroutine[Any, Any, None]], box: dict[str, Any], ready: threading.Event
-) -> None:
-    """A thread's work: an event loop for `main`; a failure goes to `box["error"]`."""
-    try:
-        asyncio.run(main())
-    except (UnderstudyError, OSError) as error:
-        box["error"] = error
-    finally:
-        ready.set()
-
-
-def _ledger_behind(notify_score_fn: ScoreSink) -> Ledger:
-    """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share it; else a new one."""
-    owner = getattr(notify_score_fn, "__self__", None)
-    return owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)
+    return started.result(), thread

@@ -88,13 +88,13 @@ def short() -> str:
 
 def refused() -> str:
     """A row for each remedy and the dialects that have it."""
-    from mocked_server.gemini import chat_request
+    from mocked_server.http import gemini_requests
     from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
     from mocked_server.http.request_fields import RULES
 
     names_of = {CHAT: "Chat", COMPLETIONS: "Completions", RESPONSES: "Responses", MESSAGES: "Messages"}
     rules = [(rule.field, names_of[path], rule.remedy) for path in names_of for rule in RULES[path]]
-    rules += [(field, "Google", remedy) for field, remedy in chat_request.REFUSED.items()]
+    rules += [(field, "Google", remedy) for field, remedy in gemini_requests.REFUSED.items()]
     dialects: dict[tuple[str, str], list[str]] = {}
     for field, dialect, remedy in rules:
         dialects.setdefault((field, remedy), []).append(dialect)
@@ -122,7 +122,7 @@ def ignored() -> str:
 OURS = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
 CLIENTS_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "httpx": (
-        "mocked_server/http/forwarding.py",
+        "mocked_server/http/attribution.py",
         "agents/examples/lm_eval_harness.py",
         "agents/examples/inspect_harness.py",
     ),
@@ -137,8 +137,8 @@ CLIENTS_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "urllib3": (),
     "http.client": (),
 }
-"""Package that goes out over HTTP by itself -> files that use it for that: another process of the run (`forwarding`), programs as a
-user writes them, and what SECURITY.md says of each beside the table."""
+"""Package that goes out over HTTP by itself -> files that use it for that: another process of the run (`attribution.Forward`),
+programs as a user writes them, and what SECURITY.md says of each beside the table."""
 
 
 def outgoing_table() -> str:

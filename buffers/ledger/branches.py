@@ -151,7 +151,7 @@ def _columns(round_: Round, *, is_fresh: bool) -> dict[str, npt.NDArray[Any]]:
 
 
 # Why rounds start branches, from what the ledger has of them. The server stores the cause that it found with the round
-# (`mocked_server.conversation.restored_rounds`); a round that is a second one after the same round without such a cause was meant,
+# (`mocked_server.conversation.live_episodes`); a round that is a second one after the same round without such a cause was meant,
 # and is named here by the same rule as the server's. Ledgers of earlier releases hold no causes: their breaks are only told apart
 # as far as the rounds show it.
 

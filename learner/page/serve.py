@@ -41,7 +41,7 @@ from learner.page.episode_page import RunPages
 from learner.page.metric_columns import meanings
 from learner.page.run_set import Changes, RunSet, UnknownRun, find_runs, here, tick_of
 from learner.page.run_view import NoRun, read_config
-from mocked_server.conversation.branch_causes import REMEDY
+from mocked_server.conversation.chat_history import REMEDY
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import SECRET_FILE, KeyRing, SecretError, read_secret, secret_of_run
 

@@ -15,7 +15,7 @@ from typing import Any
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
 from configs.schema import RolloutConfig
-from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
+from mocked_server.conversation.chat_history import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import (
     CHAT,
     COMPLETIONS,

@@ -29,9 +29,9 @@ from buffers.training_rows import episode_rows
 from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import ENV_ANSWER, LINE, Report, TrialObservations, features_of, line_for, make_report
-from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
+from mocked_server.http.gemini_requests import generation_of
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
 
@@ -184,7 +184,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
             with Ledger(None) as ledger:
                 server, _ = server_of(settings, ledger, args=args, vllm_config=vllm_config)
                 rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
-                generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
+                generation = Generation(rehearsed, queue=server.prompt_queue, episodes=server.episodes, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
                     await server.start()

@@ -2,9 +2,12 @@
 
 Called for each chat request by the renderer hook. Two proofs are tried: the request's messages continue an earlier round's
 messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves
-start with an earlier round's ids. Without a proof the round starts a new branch; `branch_diagnosis` says why.
+start with an earlier round's ids. Without a proof the round starts a new branch.
 
 It does not decide what is trained: that follows from the tree of rounds (`buffers.training_rows`).
+
+Where a round could not continue the answer before it, `diagnose_messages` compares messages (the agent sent something else) and
+`diagnose_tokens` compares tokens (the template wrote something else); both change nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +19,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers.records import Int32
-from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import Message, ParsedReply, difference, joined_text, same_text
+from mocked_server.conversation.chat_history import (
+    BranchCause,
+    ChatOptions,
+    Conversation,
+    Message,
+    ParsedReply,
+    difference,
+    joined_text,
+    same_text,
+)
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, common_prefix
 
 Parse = Callable[[str, ChatOptions], ParsedReply]
 """A sampled text and what it was asked with -> how the API showed it."""
@@ -96,14 +106,9 @@ def stand_in(messages: Sequence[Message], covered: int, *, said: str) -> tuple[l
 def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
     """The longest earlier round, the latest of equals, that these ids start with."""
     best: LiveRound | None = None
-    open_ = [(root, 0) for root in live.roots]
-    while open_:
-        node, start = open_.pop(0)
-        if node.total > len(ids) or not np.array_equal(ids[start : node.total], node.ids):
-            continue
-        if best is None or node.total >= best.total:
-            best = node
-        open_ += [(child, node.total) for child in node.children]
+    for live_round, alike in live.matches(ids):
+        if alike == len(live_round.ids) and (best is None or live_round.total >= best.total):
+            best = live_round
     return best
 
 
@@ -114,3 +119,59 @@ def continue_tokens(
     ids = np.array(rendered_ids, np.int32)
     parent = longest_prefix(live, ids)
     return Continuation(parent=parent, tail_ids=ids[parent.total :] if parent else ids, chat=chat)
+
+
+SHORTEST_COMPACTED = 4
+"""A history of fewer messages than this is a beginning, not something that was shortened."""
+
+
+def diagnose_messages(live: LiveEpisode, chat: Conversation, parse: Parse) -> BranchCause | None:
+    """The first thing in `chat` that the episode's earlier rounds do not know; None in the first round."""
+    if not live.rounds or not len(chat):
+        return None
+    known = [k for k in range(len(chat), 0, -1) if chat.digests[k] in live.by_history]
+    if not known:
+        return _unknown_history(live, chat, parse)
+    shared = known[0]
+    if shared == len(chat):
+        return BranchCause.RESAMPLED
+    answers = live.by_history[chat.digests[shared]]
+    if (said := chat.replies[shared]) is None:
+        return BranchCause.HISTORY_COMPACTED if len(chat) < live.longest else BranchCause.REPLY_DROPPED
+    if any(is_reply(said, answer, parse) for answer in answers):
+        alike = any(answer.asked is not None and answer.asked.inputs == chat.asked.inputs for answer in answers)
+        return BranchCause.HISTORY_EDITED if alike else BranchCause.TOOLS_CHANGED
+    return difference(said, parsed_reply(answers[-1], parse))
+
+
+def _unknown_history(live: LiveEpisode, chat: Conversation, parse: Parse) -> BranchCause:
+    """No earlier request's messages begin this one: is it another conversation, or the same one changed?"""
+    first_known = chat.digests[1] in live.openings
+    shorter = len(chat) < live.longest and live.longest >= SHORTEST_COMPACTED
+    told_before = {(said.content, said.calls) for said in (parsed_reply(earlier, parse) for earlier in live.rounds)}
+    told_before |= {(earlier.text.strip(), ()) for earlier in live.rounds}
+    if any(said is not None and (said.content, said.calls) in told_before for said in chat.replies):
+        if not first_known and chat.messages[0].get("role") in ("system", "developer"):
+            return BranchCause.SYSTEM_CHANGED
+        return BranchCause.HISTORY_COMPACTED if shorter else BranchCause.HISTORY_EDITED
+    return BranchCause.HISTORY_COMPACTED if first_known and shorter else BranchCause.NEW_CONVERSATION
+
+
+def diagnose_tokens(
+    parent: LiveRound, rendered_ids: Sequence[int], *, parse: Parse, decode: Callable[[list[int]], str]
+) -> BranchCause:
+    """The messages continue `parent`, but the rendered prompt does not begin with its exact ids."""
+    ids = np.array(rendered_ids, np.int32)
+    exact = parent.chain_ids()
+    at = common_prefix(exact, ids)
+    broken = next(live for live in parent.chain() if live.total > at)
+    sampled_from = broken.total - broken.num_sampled
+    sampled = exact[sampled_from : broken.total]
+    said = parsed_reply(broken, parse)
+    shown = decode(ids[sampled_from : sampled_from + 2 * len(sampled) + 64].tolist())
+    thought = said.reasoning or broken.text.partition("<think>")[2].partition("</think>")[0].strip()
+    if thought and thought not in shown:
+        return BranchCause.TEMPLATE_STRIPS_THINKING
+    if at >= sampled_from and shown.startswith(decode(sampled.tolist())):
+        return BranchCause.RETOKENIZED
+    return BranchCause.TOOL_ARGS_REWRITTEN if said.calls else BranchCause.TEMPLATE_REWRITES_HISTORY

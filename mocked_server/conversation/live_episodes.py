@@ -2,14 +2,17 @@
 
 An episode is opened when its task is leased and closed when it is scored, failed or stale; then its memory is dropped.
 Each round keeps only its own new ids; a whole prompt is put together from its chain of parents when the next round
-needs it.
+needs it. `LiveEpisode.tree` checks by digests, where a round is recorded, that its prompt is what the parent's ids and its own are.
+An episode of an earlier process is restored from its rounds in the ledger: a later request continues the exact ids that were
+recorded; what cannot be told from the rounds (a stop string that was left out of an answer) only costs the proof by messages, the
+ids themselves still prove it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
-from buffers.records import Episode, Int32
+from buffers.records import Episode, Int32, Round
+from buffers.training_rows import ABORTED, TokenTree
 from mocked_server.client_retries import Answers
-from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.conversation.message_match import ParsedReply
+from mocked_server.conversation.chat_history import DIGEST_BYTES, BranchCause, ChatOptions, Conversation, ParsedReply
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Bytes kept of one episode for continuation: about 7,000 rounds of an ordinary agent."""
@@ -31,7 +33,7 @@ ROUND_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class EpisodeMemory:
-    """What the requests of one episode hold now; `http.request_memory` counts into it."""
+    """What the requests of one episode hold now; `http.request_limits.RequestMemory` counts into it."""
 
     in_flight_bytes: int = 0
     """Bytes of bodies that are being read or answered."""
@@ -112,7 +114,12 @@ class LiveEpisode:
     """About what the rounds below take in memory."""
     memory: EpisodeMemory = field(default_factory=EpisodeMemory)
     """What its requests hold."""
+    tree: TokenTree = field(init=False)
+    """Verifies the rounds that this process records."""
     _asked: dict[bytes, ChatOptions] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tree = TokenTree(self.episode_id)
 
     @property
     def episode_id(self) -> str:
@@ -144,7 +151,7 @@ class LiveEpisode:
     def add_round(self, live: LiveRound, *, chat: Conversation | None) -> None:
         """Append a round; `chat` is what it answered (None: a plain completion). Aborted rounds are not remembered: nothing
         can continue them."""
-        if live.finish_reason == "abort":
+        if live.finish_reason == ABORTED:
             return
         if live.asked is not None:
             if live.asked.identity not in self._asked:
@@ -164,6 +171,41 @@ class LiveEpisode:
             self.openings.add(chat.digests[1])
             self.longest = max(self.longest, len(chat))
 
+    def restore(self, rounds: Sequence[Round], *, decode: Callable[[list[int]], str]) -> None:
+        """Take over the rounds of an earlier process, as its ledger has them."""
+        self.tree = TokenTree(self.episode_id, rounds=rounds)
+        known: dict[int, LiveRound] = {}
+        for round_ in rounds:
+            if round_.finish_reason == ABORTED:
+                continue
+            memo = round_.memo
+            inputs, identity = memo[DIGEST_BYTES:_INPUTS_END], memo[_INPUTS_END:_IDENTITY_END]
+            known[round_.round_index] = live = LiveRound(
+                parent=None if round_.parent is None else known[round_.parent],
+                ids=np.concatenate([round_.tail_ids, round_.sampled_ids]),
+                num_sampled=len(round_.sampled_ids),
+                finish_reason=round_.finish_reason,
+                text=decode(round_.sampled_ids.tolist()),
+                round_index=round_.round_index,
+                asked=ChatOptions(template_kwargs={}, tool_choice=None, inputs=inputs, identity=identity, num_chars=0)
+                if memo
+                else None,
+            )
+            (live.parent.children if live.parent else self.roots).append(live)
+            self.rounds.append(live)
+            if memo:
+                self.by_history.setdefault(memo[:DIGEST_BYTES], []).append(live)
+
+    def matches(self, ids: Int32) -> Iterator[tuple[LiveRound, int]]:
+        """Each round for which `ids` begin with all ids before its own, and how many of its own follow there; parents first."""
+        open_ = list(self.roots)
+        while open_:
+            live = open_.pop(0)
+            alike = common_prefix(ids[live.total - len(live.ids) : live.total], live.ids)
+            yield live, alike
+            if alike == len(live.ids):
+                open_ += live.children
+
     def drop(self) -> None:
         """It has ended: what it remembered is given up now, also where a timer or a request still knows it."""
         for kept in (self.rounds, self.roots, self.by_history, self.openings, self._asked):
@@ -178,6 +220,13 @@ class LiveEpisode:
         if live.parent is not None:
             return BranchCause.FORKED
         return BranchCause.PROMPT_DIFFERS if chat is None else BranchCause.NEW_CONVERSATION
+
+
+def common_prefix(one: Int32, other: Int32) -> int:
+    """How many ids both begin with."""
+    common = min(len(one), len(other))
+    differs = np.flatnonzero(one[:common] != other[:common])
+    return int(differs[0]) if len(differs) else common
 
 
 class Episodes:
@@ -195,6 +244,10 @@ class Episodes:
         live = LiveEpisode(episode=episode, worker=worker)
         self._live[episode.episode_id] = live
         return live
+
+    def find(self, episode_id: str) -> LiveEpisode | None:
+        """The running episode; None: it has ended, or never was."""
+        return self._live.get(episode_id)
 
     def get(self, episode_id: str) -> LiveEpisode:
         """The running episode; raises EpisodeClosed (with the reason) or UnknownEpisode."""
@@ -229,3 +282,14 @@ class Episodes:
         """Sizes for the status page."""
         stops = sum(live.stops_kept for live in self._live.values())
         return {"episodes/open": len(self._live), "episodes/closed": len(self._closed), "episodes/stops_kept": stops}
+
+
+_INPUTS_END, _IDENTITY_END = 2 * DIGEST_BYTES, 4 * DIGEST_BYTES
+
+
+def memo_of(chat: Conversation | None, cause: BranchCause | None = None) -> bytes:
+    """What the ledger keeps of a chat beside its ids: the digests by which a later request is recognised, then why it could not
+    continue the answer before, for people (`buffers.ledger.branches`)."""
+    if chat is None:
+        return b""
+    return chat.digests[-1] + chat.asked.inputs + chat.asked.identity + (cause.value.encode() if cause else b"")

@@ -1,12 +1,23 @@
-"""The model API's routes, and how each dialect spells an error."""
+"""The model API's routes, how each dialect spells an error, and which HTTP answer an error of ours is.
+
+A `Failure` is the one way to refuse a request: `attribution` and `model_requests` answer with it, vLLM's application (`serving`)
+makes one of what it raises.
+"""
 
 from __future__ import annotations
 
 import json
+import queue
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Send
+
+from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
+from buffers.prompt_queue import QueueClosed
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -203,3 +214,63 @@ def models_body(path: str, served: Sequence[Mapping[str, Any]], *, one: bool) ->
         listed = [dict(model) for model in served]
         whole = {"object": "list", "data": listed}
     return json.dumps(listed[0] if one else whole).encode()
+
+
+class Failure(UnderstudyError):
+    """The answer to a request that is not served. `code`, `param`: as in OpenAI's dialect; `closes`: the connection ends, the rest
+    of the request is not read."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self._headers = {"content-type": "application/json", **({"connection": "close"} if closes else {})}
+        if retry_after_s is not None:
+            self._headers["retry-after"] = str(retry_after_s)
+        elif status < 500:
+            self._headers["x-should-retry"] = "false"
+
+    async def answer(self, send: Send, path: str) -> None:
+        """Send all of it."""
+        response = self.response(path)
+        await send({"type": "http.response.start", "status": self.status, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    def event(self, path: str) -> bytes:
+        """The same at the end of a stream that has begun."""
+        return error_event(path, status=self.status, message=self.message, code=self.code, param=self.param)
+
+    def response(self, path: str) -> Response:
+        """The answer in the dialect of `path`."""
+        body = error_body(path, status=self.status, message=self.message, code=self.code, param=self.param)
+        return Response(body, status_code=self.status, headers=self._headers)
+
+
+FAILURES = (EngineError, EpisodeError, Failure, QueueClosed, RequestFailed, RequestRefused, queue.Full)
+"""What `failure_of` knows."""
+
+
+def failure_of(error: BaseException | None) -> Failure | None:
+    """None: it is none of `FAILURES`."""
+    message = str(error)
+    match error:
+        case Failure():
+            return error
+        case RequestRefused():
+            return Failure(error.status, message, code="invalid_request", param=error.field)
+        case RequestFailed():
+            return Failure(500, message, code="server_error")
+        case EpisodeError():
+            return Failure(403, message, code="episode_closed")
+        case EngineError() | QueueClosed() | queue.Full():
+            return Failure(503, message, code="engine_unavailable", retry_after_s=1)
+        case _:
+            return None

@@ -14,35 +14,36 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
 from mocked_server.http.dialects import (
+    FAILURES,
     GENERATE,
     GENERATING,
     MODEL_ROUTES,
     MODELS,
+    Failure,
     error_body,
+    failure_of,
     message_of,
     models_body,
     respelled,
     spoken,
 )
-from mocked_server.http.failures import Failure, StreamStart, failure_of
-from mocked_server.http.request_fields import refused, servable
+from mocked_server.http.request_fields import refused, servable, tools_need_a_parser
 from mocked_server.http.request_limits import (
     MAX_BODY_BYTES,
     MAX_CONTAINERS,
-    BodyRefused,
+    BodyRoom,
+    RequestMemory,
     read_body,
     replaying,
     told_length,
 )
-from mocked_server.http.request_memory import BodyRoom, RequestMemory
-from mocked_server.parser_names import tools_need_a_parser
+from mocked_server.http.roles import Roles
 from mocked_server.request_context import Call, current_call
-from mocked_server.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -88,40 +89,37 @@ class ModelRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = current_call.get()
-        if scope["type"] == "http" and scope["path"] in MODEL_ROUTES:
+        if scope["path"] in MODEL_ROUTES:
             await self._list_models(scope, receive, send)
-            return
-        if call is None or scope["type"] != "http" or scope["method"] != "POST":
+        elif call is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
-            return
-        self.count += 1
-        path: str = scope["path"]
-        send = self._with_errors_seen(path, send)
-        with ExitStack() as held:
+        else:
+            self.count += 1
             try:
-                body = await self._read(call, scope, receive, held)
-            except BodyRefused as error:
-                await error.failure.answer(send, path)
+                with ExitStack() as held:
+                    await self._answer(call, scope, receive, send, held)
+            except Failure as failure:
+                await self._refuse(failure, send, scope["path"])
+
+    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send, held: ExitStack) -> None:
+        """Raises Failure before anything was sent."""
+        path: str = scope["path"]
+        body = await self._read(call, scope, receive, held)
+        if body is None:
+            return
+        call.num_bytes = len(body)
+        if self.observer is not None:
+            self.observer.request(call, path, body)
+        if self._roles is not None:
+            body = await call.apart(self._roles.settle, call, body)
+            if (upstream := self._roles.upstream_of(call.role)) is not None:
+                reply = _Reply(call, send)
+                await upstream.answer(call, path, body, send=reply.take)
+                await self._end(reply, path)
                 return
-            if body is None:
-                return
-            call.num_bytes = len(body)
-            if self.observer is not None:
-                self.observer.request(call, path, body)
-            if self._roles is not None:
-                try:
-                    body = await call.apart(self._roles.settle, call, body)
-                except RequestRefused as error:
-                    await _no_model(str(error)).answer(send, path)
-                    return
-                if (elsewhere := self._roles.elsewhere(call.role)) is not None:
-                    await elsewhere.answer(call, path, body, send=send)
-                    return
-            if (field := await call.apart(refused, path, body)) is not None:
-                failure = Failure(status=400, code="unsupported_field", message=field.message, param=field.field)
-                await failure.answer(send, path)
-                return
-            await self._serve(call, scope, await call.apart(servable, path, body), receive, send, held)
+        if (failure := await call.apart(refused, path, body)) is not None:
+            raise failure
+        await self._serve(call, scope, await call.apart(servable, path, body), receive, send, held)
 
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers which models there are, or what is known of one, in the dialect of the client."""
@@ -138,12 +136,10 @@ class ModelRequests:
         if not models:
             offered = ", ".join(model["id"] for model in served)
             message = f"model must be one of {offered}, got {named[:200]!r}; ask for one of these"
-            await _no_model(message).answer(send, path)
+            await Failure(404, message, code="model_not_found", param="model").answer(send, path)
             return
         body = models_body(path, models, one=named is not None)
-        headers = _with_length([(b"content-type", b"application/json")], body)
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _read(self, call: Call, scope: Scope, receive: Receive, held: ExitStack) -> bytes | None:
         """The body, once there is room for it; what it takes is given back when `held` ends."""
@@ -179,90 +175,117 @@ class ModelRequests:
         try:
             await answer.deliver(receive, send)
         except TakenOver as error:
-            await Failure(status=409, message=str(error), closes=True).answer(send, scope["path"])
+            raise Failure(409, str(error), closes=True) from error
 
     async def _ask(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
         another shape than it took for granted. That is refused, and no failure of the server."""
-        failure: list[Message] = []
-        answer = StreamStart(call, path=scope["path"], send=send)
-        body = (await receive())["body"]
-
-        async def unless_it_fails(message: Message) -> None:
-            status = message["status"] if message["type"] == "http.response.start" else 0
-            is_unknown = call.failure is None and not call.generates and scope["path"] != GENERATE
-            if failure or (status == 500 and is_unknown) or (status >= 400 and self._can_be_text(call, answer)):
-                failure.append(message)
-            else:
-                await answer.send(message)
-
+        reply, path = _Reply(call, send), scope["path"]
+        body, why, failure = (await receive())["body"], "", None
         try:
-            await self._app(scope, replaying(body, receive), unless_it_fails)
-        except (RuntimeError, OSError, *UNREADABLE) as error:
+            await self._app(scope, replaying(body, receive), reply.take)
+            why = message_of(reply.error_body) if reply.error is not None else ""
+        except (RuntimeError, OSError, *FAILURES, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
-            known = failure_of(cause)
-            if not self._can_be_text(call, answer):
-                if known is None and not isinstance(cause, UNREADABLE):
+            failure, why = failure_of(cause), repr(cause)
+            if failure is None and not reply.can_be_text:
+                if not isinstance(cause, UNREADABLE):
                     raise
-                await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
-                return
-            failure.append({"body": repr(cause).encode()})
-        if failure and self._can_be_text(call, answer):
-            why = message_of(failure[-1].get("body", b""))[:MAX_REASON_CHARS]
-            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why)
+                failure = self._unreadable(call, path, cause, was_served=reply.has_begun)
+        if why and reply.can_be_text:
+            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why[:MAX_REASON_CHARS])
             call.tells_text = True
             await self._ask(call, scope, replaying(body, receive), send)
-            return
-        for each in failure:
-            await send(each)
-
-    def _can_be_text(self, call: Call, answer: StreamStart) -> bool:
-        """An error now would be about what the model said, which is no fault of the agent's."""
-        return call.is_answered and not call.tells_text and not answer.has_begun
+        elif reply.has_begun and failure is not None:
+            await send({"type": "http.response.body", "body": failure.event(path)})
+        elif (known := None if reply.has_begun else failure_of(call.failure) or failure) is not None:
+            await self._refuse(known, send, path)
+        else:
+            await self._end(reply, path)
 
     def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
         """The application failed: at the request, if it had not begun to generate; else by itself."""
         what = f"{type(error).__name__}: {str(error)[:200]}"
         if was_served or call.generates or path == GENERATE:
             logger.error("an answer of episode %s to %s failed", call.live.episode_id, path, exc_info=error)
-            return Failure(status=500, code="server_error", message=f"the server failed on this request ({what})")
+            return Failure(500, f"the server failed on this request ({what})", code="server_error")
         logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, path, what)
-        return Failure(
-            status=400, code="invalid_request", message=f"the request cannot be read ({what}); check its fields"
-        )
+        return Failure(400, f"the request cannot be read ({what}); check its fields", code="invalid_request")
 
     def _count(self, message: str) -> None:
         why = " ".join(message[:MAX_REASON_CHARS].split())
         self.refused[why if why in self.refused or len(self.refused) < MAX_REASONS else "other reasons"] += 1
 
-    def _with_errors_seen(self, path: str, send: Send) -> Send:
-        """Holds back an error until its body is complete, and sends it in the dialect's form."""
-        held: list[Message] = []
-        parts: list[bytes] = []
+    async def _refuse(self, failure: Failure, send: Send, path: str) -> None:
+        response = failure.response(path)
+        await self._tell(failure.status, response.raw_headers, bytes(response.body), send, path)
 
-        async def translate(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                held.append(message)
-            elif not held:
-                await send(message)
-            else:
-                parts.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    await finish(held[0], b"".join(parts))
+    async def _end(self, reply: _Reply, path: str) -> None:
+        """The application has ended."""
+        await reply.flush()
+        if reply.error is not None and reply.is_whole:
+            await self._tell(reply.error["status"], reply.error["headers"], reply.error_body, reply.send, path)
 
-        async def finish(start: Message, body: bytes) -> None:
-            if NO_PARSER in body:
-                body = error_body(path, status=start["status"], message=tools_need_a_parser(), param="tools")
-            if self.observer is not None:
-                self.observer.failed(path, start["status"], body)
-            if start["status"] in REFUSED:
-                self._count(message_of(body))
-            body = respelled(path, start["status"], body)
-            await send({**start, "headers": _with_length(start["headers"], body)})
-            await send({"type": "http.response.body", "body": body})
+    async def _tell(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes, send: Send, path: str) -> None:
+        """Send an error in the dialect's form, and count it."""
+        if NO_PARSER in body:
+            body = error_body(path, status=status, message=tools_need_a_parser(), param="tools")
+        if self.observer is not None:
+            self.observer.failed(path, status, body)
+        if status in REFUSED:
+            self._count(message_of(body))
+        body = respelled(path, status, body)
+        await send({"type": "http.response.start", "status": status, "headers": _with_length(headers, body)})
+        await send({"type": "http.response.body", "body": body})
 
-        return translate
+
+class _Reply:
+    """What an application answers `call`, on its way. An error is held back until it is complete, and the beginning of an event
+    stream until there is something of it. What is made of a `call.failure` that came before that does not pass: it may hide the
+    status, or begin a stream. So what is refused before anything was generated has its status, also on a stream."""
+
+    def __init__(self, call: Call, send: Send) -> None:
+        self.send = send
+        self.error: Message | None = None
+        """The start of one."""
+        self.error_body = b""
+        self.is_whole = False
+        """All of the error is here."""
+        self.has_begun = False
+        """Some of it has left."""
+        self._call = call
+        self._held: list[Message] = []
+        self._is_stream = False
+
+    @property
+    def can_be_text(self) -> bool:
+        """An error now would be about what the model said, which is no fault of the agent's."""
+        return self._call.is_answered and not self._call.tells_text and not self.has_begun
+
+    async def take(self, message: Message) -> None:
+        """What the application says next."""
+        is_start = message["type"] == "http.response.start"
+        if is_start and message["status"] >= 400 and not self.has_begun:
+            self.error = message
+        elif self.error is not None:
+            self.error_body += message.get("body", b"")
+            self.is_whole = not message.get("more_body", False)
+        elif self.has_begun or failure_of(self._call.failure) is None:
+            if is_start:
+                self._is_stream = any(
+                    name == b"content-type" and b"event-stream" in value for name, value in message["headers"]
+                )
+            self._held.append(message)
+            if not (self._is_stream and (is_start or not self._call.generates) and message.get("more_body", True)):
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Pass on what was held back."""
+        held, self._held = self._held, []
+        self.has_begun = self.has_begun or bool(held)
+        for each in held:
+            await self.send(each)
 
 
 def _digest(body: bytes, key: bytes) -> bytes:
@@ -273,10 +296,6 @@ def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
     """How often the client sent this request before; None when it does not say so."""
     count = next((value for name, value in headers if name == RETRY_COUNT), b"")
     return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
-
-
-def _no_model(message: str) -> Failure:
-    return Failure(status=404, code="model_not_found", message=message, param="model")
 
 
 def _with_length(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:

@@ -3,27 +3,28 @@ null fields of chat messages are dropped, and earlier answers in a Responses inp
 
 Pure functions over bytes, called by `model_requests`. A body is parsed here only if it mentions a word of interest;
 what is malformed is left to vLLM, which answers in the dialect's form.
+
+The names of vLLM's tool and reasoning parsers, without which tools are refused, are read from vLLM's own tables without importing
+vLLM, which takes seconds: `check_parser` is called before a run starts. Where vLLM has no such table any more nothing is known, and
+nothing is refused for it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from buffers.did_you_mean import nearest
+from buffers.errors import UnderstudyError
+from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Failure
 from mocked_server.http.request_limits import MAX_CONTAINERS, shape_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A field that cannot be served, and what to do instead."""
-
-    field: str
-    message: str
-
 
 MAX_MESSAGES = 4096
 """Most objects in a list of a request, such as the messages of a conversation: pydantic takes the event loop's time for each, up to
@@ -171,34 +172,47 @@ IGNORED = (
 """(what, in which dialects, what happens): asks for something, and changes nothing."""
 
 
-def refused(path: str, body: bytes) -> Refused | None:
+def fields_of(body: bytes) -> dict[str, Any] | None:
+    """None: it is no JSON object, which is left to vLLM's HTTP layer to say."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def refused(path: str, body: bytes) -> Failure | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
     if (too_many := _too_many(body)) is not None:
         return too_many
     is_spelled_out = _ESCAPED_ASCII.search(body) is None
     rules = [rule for rule in RULES.get(path, ()) if not is_spelled_out or rule.field.encode() in body]
-    if not rules or not isinstance(fields := _parsed(body), dict):
+    if not rules or (fields := fields_of(body)) is None:
         return None
     for rule in rules:
         if found := rule.refuses(fields.get(rule.field)):
             field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
-            return Refused(field=field, message=f"{field} is not supported: {rule.remedy}")
+            return _unsupported(field, f"{field} is not supported: {rule.remedy}")
     return None
 
 
-def _too_many(body: bytes) -> Refused | None:
+def _unsupported(field: str, message: str) -> Failure:
+    return Failure(400, message, code="unsupported_field", param=field)
+
+
+def _too_many(body: bytes) -> Failure | None:
     """What would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
-    if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or not isinstance(fields := _parsed(body), dict):
+    if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or (fields := fields_of(body)) is None:
         return None
     for name, value in fields.items():
         number = sum(isinstance(each, dict) for each in value) if isinstance(value, list) else 0
         if number > MAX_MESSAGES:
-            return Refused(field=name, message=f"{name} must be at most {MAX_MESSAGES:,}, got {number:,}; send fewer")
+            return _unsupported(name, f"{name} must be at most {MAX_MESSAGES:,}, got {number:,}; send fewer")
     shapes = [shape_of(text.encode(errors="replace")) for text in _arguments(fields)]
     number = sum(max(shape.num_containers, shape.num_strings // 8) for shape in shapes)
     if number > MAX_CONTAINERS:
         told = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
-        return Refused(field="arguments", message=told)
+        return _unsupported("arguments", told)
     return None
 
 
@@ -219,42 +233,18 @@ def servable(path: str, body: bytes) -> bytes:
     """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
     with all fields that they know. Responses: null fields, and earlier answers that refused something, or said nothing, which are
     text as others. All: searches that are offered beside other tools."""
-    if path in RULES and b'"web_search' in body:
-        body = _without_searches(body)
-    if path == CHAT and b"null" in body:
-        return _with_each(body, "messages", _set_fields)
-    if path == RESPONSES and b"null" in body:
-        body = _without_nulls(body)
-    if path == RESPONSES and b"assistant" in body:
-        return _with_each(body, "input", _text_of_answer)
-    return body
-
-
-def _without_searches(body: bytes) -> bytes:
-    fields = _parsed(body)
-    tools = fields.get("tools") if isinstance(fields, dict) else None
-    if not isinstance(tools, list):
+    words = {CHAT: (b"null",), RESPONSES: (b"null", b"assistant")}.get(path, ())
+    offers_search = path in RULES and b'"web_search' in body
+    if not (offers_search or any(word in body for word in words)) or (fields := fields_of(body)) is None:
         return body
-    kept = [tool for tool in tools if not _kind(tool).startswith(SEARCH)]
-    return body if kept == tools else json.dumps({**fields, "tools": kept}).encode()
-
-
-def _without_nulls(body: bytes) -> bytes:
-    """The body without the fields that say null, which count as missing."""
-    fields = _parsed(body)
-    if not isinstance(fields, dict) or None not in fields.values():
-        return body
-    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
-
-
-def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    """The body with each item of this list changed, if all are objects."""
-    fields = _parsed(body)
-    items = fields.get(name) if isinstance(fields, dict) else None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        return body
-    changed = [change(item) for item in items]
-    return body if changed == items else json.dumps({**fields, name: changed}).encode()
+    changed = fields if path != RESPONSES else {name: value for name, value in fields.items() if value is not None}
+    if offers_search and isinstance(tools := fields.get("tools"), list):
+        changed = {**changed, "tools": [tool for tool in tools if not _kind(tool).startswith(SEARCH)]}
+    for owner, name, change in ((CHAT, "messages", _set_fields), (RESPONSES, "input", _text_of_answer)):
+        items = changed.get(name)
+        if path == owner and isinstance(items, list) and all(isinstance(item, dict) for item in items):
+            changed = {**changed, name: [change(item) for item in items]}
+    return body if changed == fields else json.dumps(changed).encode()
 
 
 def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
@@ -286,8 +276,36 @@ def _text_of_answer(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": texts or [{"type": "output_text", "text": "", "annotations": []}]}
 
 
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
+TABLES = {
+    "server.tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "server.reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
+"""Configuration key -> package of vLLM, and the name of its table there."""
+
+
+@cache
+def parser_names(key: str) -> tuple[str, ...]:
+    """What this configuration key may be, sorted."""
+    package, table = TABLES[key]
+    spec = find_spec("vllm")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = [file for place in places if (file := Path(place) / package / "__init__.py").is_file()]
+    for node in ast.walk(ast.parse(files[0].read_text(encoding="utf-8"))) if files else ():
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [table]:
+            return tuple(sorted(ast.literal_eval(node.value)))
+    return ()
+
+
+def check_parser(key: str, name: str | None) -> None:
+    """Raises UnderstudyError for a parser that vLLM does not have."""
+    known = parser_names(key)
+    if name and known and name not in known:
+        raise UnderstudyError(f"{key} must be the name of one of vLLM's parsers, got {name!r}; {nearest(name, known)}")
+
+
+def tools_need_a_parser() -> str:
+    """Why a request with tools cannot be served, and the remedy."""
+    return (
+        "the request offers tools, which needs server.tool_parser (how the model writes a call), and it is not set; set it to "
+        f"the one of the model (hermes for Qwen) of {', '.join(parser_names('server.tool_parser'))}"
+    )

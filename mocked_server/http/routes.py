@@ -1,4 +1,5 @@
-"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI.
+"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI and
+Prometheus' client.
 
 | route            | key    | what it does                                                                     |
 |------------------|--------|----------------------------------------------------------------------------------|
@@ -12,18 +13,25 @@
 A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
 on a port of its own. Every route but `/health` has a key among its dependencies. While the disk is full, what would have to be
 stored is answered with 507 and Retry-After.
+
+`GET /metrics` of the administrator's port has engines and counts as Prometheus reads them, from a registry of its own: what other
+libraries count in this process is not on the page, and nothing is kept between two scrapes. Names:
+`understudy_engine_<figure>{engine="e0"}`, and `understudy_` with the name that a count has in `GET /status` (`pool/running`:
+`understudy_pool_running`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
@@ -39,9 +47,9 @@ from buffers.errors import (
 )
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
+from mocked_server.fleet.engine_rates import kv_share
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.dialects import RETRY_AFTER_S, kind_of
-from mocked_server.http.prometheus_text import CONTENT_TYPE, PrometheusText
 from mocked_server.keys import KeyRing
 
 T = TypeVar("T")
@@ -109,15 +117,7 @@ class ScoreBody(BaseModel):
 
     def detail(self) -> ScoreDetail | None:
         """None: nothing beyond the score is said."""
-        detail = ScoreDetail(
-            round_index=self.round_index,
-            branch=self.branch,
-            role=self.role,
-            judge=self.judge,
-            final=self.final,
-            revise=self.revise,
-            hint=self.hint,
-        )
+        detail = ScoreDetail(**self.model_dump(exclude={"episode_id", "score", "failed"}))
         return None if detail == ScoreDetail() else detail
 
 
@@ -142,51 +142,86 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 
 def build_app(service: EpisodeService) -> FastAPI:
     """The routes of agents and scorers."""
-    return _app_of(_open_routes(), _worker_routes(service), _scorer_routes(service))
+    app = _bare_app()
+    its_worker = _requires(service, KeyRing.worker_of, "worker")
+    its_scorer = _requires(service, lambda keys, given: "" if keys.same(given, keys.scorer) else None, "scorer")
+
+    @app.get("/tasks", dependencies=[its_worker])
+    async def lease(
+        request: Request,
+        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
+        worker: str = its_worker,
+        x_server_process: Annotated[int, Header(ge=0)] = 0,
+    ) -> Response:
+        lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
+        leased = await _unless_gone(request, lease)
+        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
+
+    @app.post("/scores", dependencies=[its_scorer])
+    async def scores(body: ScoreBody) -> dict[str, Any]:
+        service.check_storage()
+        if body.score is None:
+            await service.fail(body.episode_id, body.failed or "no reason given")
+            return {"episode_id": body.episode_id, "stored": True}
+        if body.role:
+            service.check_role(body.role)
+        stored = await service.notify_score(body.episode_id, body.score, detail=body.detail())
+        return {"episode_id": body.episode_id, "stored": stored}
+
+    @app.get("/episode", dependencies=[its_scorer])
+    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
+        return service.episode_view(x_episode_key)
+
+    return app
 
 
 def build_admin_app(service: EpisodeService) -> FastAPI:
     """The administrator's routes."""
-    return _app_of(_open_routes(), _admin_routes(service))
+    app = _bare_app()
+    admin = [_requires(service, lambda keys, given: "" if keys.same(given, keys.admin) else None, "admin")]
+    text = PrometheusText(status=service.status, engines=service.engine_figures)
 
+    @app.post("/tasks", dependencies=admin)
+    async def add_tasks(body: TasksBody) -> dict[str, int]:
+        service.check_storage()
+        return {"added": await service.add_tasks(body.tasks)}
 
-def _app_of(*routers: APIRouter) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for router in routers:
-        app.include_router(router)
-    app.add_exception_handler(UnderstudyError, _our_error)
-    app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(HTTPException, _no_route)
+    @app.get("/status", dependencies=admin)
+    async def status() -> dict[str, Any]:
+        return service.status()
+
+    @app.get("/metrics", dependencies=admin)
+    async def metrics() -> Response:
+        return Response(text.page(), media_type=CONTENT_TYPE)
+
     return app
 
 
-async def _our_error(_: Request, error: Exception) -> JSONResponse:
-    status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
-    response = _error(status, kind=type(error).__name__, message=str(error))
-    if status == 507:
-        response.headers["retry-after"] = str(RETRY_AFTER_S)
-    return response
+def _bare_app() -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for kind in (UnderstudyError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _refuse)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    return app
 
 
-async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-    return _error(422, kind="invalid_request_error", message="; ".join(lines))
-
-
-async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return _error(
-        error.status_code,
-        kind=kind_of(error.status_code),
-        message=f"{request.method} {request.url.path}: {error.detail}",
-    )
-
-
-def _error(status: int, *, kind: str, message: str) -> JSONResponse:
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status
-    )
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case RequestValidationError():
+            lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+            status, kind, message = 422, "invalid_request_error", "; ".join(lines)
+        case HTTPException():
+            status, kind = error.status_code, kind_of(error.status_code)
+            message = f"{request.method} {request.url.path}: {error.detail}"
+        case _:
+            status = next((code for ours, code in STATUS_OF.items() if isinstance(error, ours)), 500)
+            kind, message = type(error).__name__, str(error)
+    told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(told, status, {"retry-after": str(RETRY_AFTER_S)} if status == STATUS_OF[StorageFull] else None)
 
 
 def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
@@ -200,14 +235,6 @@ def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | Non
         return whose
 
     return Depends(check)
-
-
-def _is_scorer(keys: KeyRing, given: str) -> str | None:
-    return "" if keys.same(given, keys.scorer) else None
-
-
-def _is_admin(keys: KeyRing, given: str) -> str | None:
-    return "" if keys.same(given, keys.admin) else None
 
 
 class _Unauthorized(UnderstudyError):
@@ -233,72 +260,58 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _open_routes() -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200)
-
-    return router
-
-
-def _worker_routes(service: EpisodeService) -> APIRouter:
-    its_worker = _requires(service, KeyRing.worker_of, "worker")
-    router = APIRouter(dependencies=[its_worker])
-
-    @router.get("/tasks")
-    async def lease(
-        request: Request,
-        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
-        worker: str = its_worker,
-        x_server_process: Annotated[int, Header(ge=0)] = 0,
-    ) -> Response:
-        lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
-        leased = await _unless_gone(request, lease)
-        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
-
-    return router
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "understudy"
+GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
+    "up": ("1 while the engine takes requests.", lambda engine: engine.is_up),
+    "version": ("Policy version that it samples with.", lambda engine: engine.version),
+    "running": ("Generations under way.", lambda engine: engine.running),
+    "waiting": ("Generations whose prompt waits for room in the cache.", lambda engine: engine.waiting),
+    "held_tokens": ("Tokens of the generations under way.", lambda engine: engine.tokens_held),
+    "kv_capacity_tokens": ("Tokens that the cache holds; 0: not known yet.", lambda engine: engine.kv_capacity),
+    "kv_share": ("held_tokens / kv_capacity_tokens.", kv_share),
+}
+COUNTERS: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
+    "sampled_tokens": ("Tokens sampled.", lambda engine: engine.sampled_tokens),
+    "prompt_tokens": ("Prompt tokens of the generations that ended.", lambda engine: engine.prompt_tokens),
+    "cached_tokens": ("Prompt tokens that the cache held already.", lambda engine: engine.cached_tokens),
+    "preemptions": ("Generations set aside for lack of cache.", lambda engine: engine.preemptions),
+    "restarts": ("Processes started in place of dead ones.", lambda engine: engine.restarts),
+    "moved_in": ("Episodes that came from another engine.", lambda engine: engine.moved_in),
+}
+COUNTED = ("pool/started", "pool/scored", "pool/failed", "pool/closed")
+"""Counts of the status that only grow; the others are gauges."""
 
 
-def _scorer_routes(service: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(service, _is_scorer, "scorer")])
+class PrometheusText:
+    """`status`: counts by name, as `GET /status` has them; what is no number is left out. `engines`: the figures of all engines."""
 
-    @router.post("/scores")
-    async def scores(body: ScoreBody) -> dict[str, Any]:
-        service.check_storage()
-        if body.score is None:
-            await service.fail(body.episode_id, body.failed or "no reason given")
-            return {"episode_id": body.episode_id, "stored": True}
-        if body.role:
-            service.check_role(body.role)
-        return {
-            "episode_id": body.episode_id,
-            "stored": await service.notify_score(body.episode_id, body.score, detail=body.detail()),
-        }
+    def __init__(
+        self, *, status: Callable[[], Mapping[str, Any]], engines: Callable[[], Sequence[EngineFigures]]
+    ) -> None:
+        self._status = status
+        self._engines = engines
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
-    @router.get("/episode")
-    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
-        return service.episode_view(x_episode_key)
+    def page(self) -> bytes:
+        """The text of one scrape."""
+        return generate_latest(self._registry)
 
-    return router
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is depends on the scrape. The registry asks this once."""
+        return []
 
-
-def _admin_routes(service: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(service, _is_admin, "admin")])
-    text = PrometheusText(status=service.status, engines=service.engine_figures)
-
-    @router.post("/tasks")
-    async def add_tasks(body: TasksBody) -> dict[str, int]:
-        service.check_storage()
-        return {"added": await service.add_tasks(body.tasks)}
-
-    @router.get("/status")
-    async def status() -> dict[str, Any]:
-        return service.status()
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(text.page(), media_type=CONTENT_TYPE)
-
-    return router
+    def collect(self) -> Iterator[Metric]:
+        """The figures now."""
+        engines = list(self._engines())
+        for kind, figures in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (meaning, value) in figures.items():
+                family = kind(f"{PREFIX}_engine_{name}", meaning, labels=["engine"])
+                for engine in engines:
+                    family.add_metric([engine.name], float(value(engine)))
+                yield family
+        for name, value in self._status().items():
+            if isinstance(value, int | float):
+                kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
+                yield kind(f"{PREFIX}_{name.replace('/', '_')}", f"{name} of GET /status.", value=float(value))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -202,8 +202,9 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class HttpService:
-    """An application on sockets that listen already, on the running event loop, from `start` until `close`."""
+class HttpService(uvicorn.Server):
+    """An application on sockets that listen already, on the running event loop, from `start` until `close`: uvicorn without its own
+    signal handlers (the run has its own)."""
 
     def __init__(self, app: Any, *, sockets: Sequence[socket.socket]) -> None:
         config = uvicorn.Config(
@@ -216,42 +217,35 @@ class HttpService:
             timeout_keep_alive=120,
             lifespan="off",
         )
-        self._server = QuietServer(config)
+        super().__init__(config)
         self._sockets = list(sockets)
+        self._listens = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         """Ends with the service, or raises why it failed."""
 
     async def start(self) -> None:
         """Returns when requests are answered. Raises ServerError."""
-        started = asyncio.Event()
-        self._server.on_started = started.set
-        self.task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="serve")
-        waiter = asyncio.create_task(started.wait())
+        self.task = asyncio.create_task(self.serve(sockets=self._sockets), name="serve")
+        waiter = asyncio.create_task(self._listens.wait())
         await asyncio.wait({waiter, self.task}, return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set():
+        if not self._listens.is_set():
             waiter.cancel()
             raise ServerError(f"the HTTP server ended while it started: {self.task.exception()!r}")
 
     async def close(self) -> None:
         """Stop listening, end open connections."""
         if self.task is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
+            self.should_exit = True
+            self.force_exit = True
             await self.task
         for sock in self._sockets:
             sock.close()
-
-
-class QuietServer(uvicorn.Server):
-    """uvicorn without its own signal handlers (the run has its own), telling when it listens."""
-
-    on_started: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         allow_files()
         await super().startup(sockets)
         if self.started:
-            self.on_started()
+            self._listens.set()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

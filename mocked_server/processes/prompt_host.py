@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from buffers.errors import EngineError, EpisodeError, UnderstudyError
-from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
+from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response, Sampling
 from buffers.records import Int32, Round
 from buffers.remote.messages import WireEpisode
 from buffers.wire.address import Way
@@ -31,7 +31,6 @@ from buffers.wire.service import Call, Caller, Service
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.fleet.engine_messages import Codec, WireOutput
 from mocked_server.http.model_requests import ModelRequests
-from mocked_server.request_context import Sampling
 
 logger = logging.getLogger(__name__)
 

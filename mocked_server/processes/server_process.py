@@ -1,7 +1,7 @@
 """One further process of the server: vLLM's HTTP layer, and the episodes that this process owns.
 
 Made by `program`. It has its own tokenizer, parsers, live episodes and answers kept for retries; what is generated, recorded,
-leased and scored is the run's (`run_link`, `mocked_server.http.forwarding`). Invariants: an episode is served here only if its key
+leased and scored is the run's (`run_link`, `mocked_server.http.attribution`). Invariants: an episode is served here only if its key
 names this process, and from its first request on until the run says that it ended; what is not this process's is passed on.
 """
 
@@ -21,10 +21,8 @@ from starlette.types import ASGIApp
 from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.conversation.restored_rounds import remember
-from mocked_server.gemini.routes import GeminiRoutes
-from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution
-from mocked_server.http.forwarding import Forward
+from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution, Forward
+from mocked_server.http.gemini_routes import GeminiRoutes
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.uvicorn_server import HttpService
 from mocked_server.keys import KeyRing, process_secret
@@ -128,7 +126,7 @@ class ServerProcess:
             return self.episodes.get(episode_id)  # raises EpisodeClosed where the news of its end came at once
         live = self.episodes.open(episode, worker="")
         decode: Any = partial(self._client.renderer.get_tokenizer().decode, skip_special_tokens=True)
-        remember(live, rounds, decode=decode)
+        live.restore(rounds, decode=decode)
         return live
 
     def _figures(self) -> Figures | None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
 from buffers.records import Round
-from mocked_server.http.forwarding import Forward
+from mocked_server.http.attribution import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
 from mocked_server.processes import program

@@ -22,7 +22,7 @@ from mocked_server.servers.server_engine import RunningServer, ServerEngine, exa
 from mocked_server.servers.sglang_server import SGLangProcess
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import set_process_environment
-from mocked_server.vllm.served_requests import ServedRequests
+from mocked_server.vllm.engine_requests import ServedRequests
 
 MAX_CHECK_S = 60.0
 

@@ -2,7 +2,7 @@
 
 Made by `mocked_server.servers.choose`. Which software the server runs is found out when it starts (`vllm_server`, `sglang_server`);
 the server itself is one that its owner started (`RunningServer`) or a child of this process (`SGLangProcess`). Text, stop strings
-and several completions of one request are made here, by vLLM's own parts (`mocked_server.vllm.served_requests`).
+and several completions of one request are made here, by vLLM's own parts (`mocked_server.vllm.engine_requests`).
 
 Invariants: weights change only while the server is paused and its cache dropped, and not before all streams are silent, so a token
 has one version: the server's own label at the end of an answer, and until then the version that was in force when it came. A
@@ -33,8 +33,8 @@ from mocked_server.servers.http_client import (
 )
 from mocked_server.servers.sglang_server import SGLangServer
 from mocked_server.servers.vllm_server import VLLMServer
-from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, EngineBase, tokens_of
-from mocked_server.vllm.served_requests import Completion, ServedRequests, Tokens
+from mocked_server.vllm.engine import EngineBase, tokens_of
+from mocked_server.vllm.engine_requests import MAX_MESSAGE_CHARS, Completion, ServedRequests, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -470,7 +470,7 @@ async def check_tokens(server: Server, *, url: str, vocabulary: int) -> None:
 
 
 async def _first_token(server: Server, token_id: int) -> Tokens:
-    from mocked_server.vllm.served_requests import probe
+    from mocked_server.vllm.engine_requests import probe
 
     async with aclosing(server.sample(probe(token_id))) as stream:
         found = [tokens async for tokens in stream]

@@ -26,7 +26,7 @@ from buffers.disk import end_of
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import Config
 from mocked_server.servers.http_client import KEY, ServerClient, ServerFacts, ServerLost, ServerRefused
-from mocked_server.vllm.served_requests import Completion, Tokens
+from mocked_server.vllm.engine_requests import Completion, Tokens
 
 NOT_HERE = ("structured_outputs", "bad_words", "allowed_token_ids", "logprob_token_ids", "thinking_token_budget")
 """Fields of vLLM's SamplingParams that SGLang has in another form, or not at all."""

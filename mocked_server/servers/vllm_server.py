@@ -21,7 +21,7 @@ import msgspec
 from buffers.errors import EngineError, RequestRefused
 from mocked_server.servers.http_client import KEY, ServerClient, ServerFacts, ServerRefused
 from mocked_server.vllm.engine_arguments import WORKER_EXTENSION
-from mocked_server.vllm.served_requests import Completion, Tokens
+from mocked_server.vllm.engine_requests import Completion, Tokens
 
 GENERATE = "/inference/v1/generate"
 NO_LOGPROB = -9999.0

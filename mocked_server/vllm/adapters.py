@@ -50,10 +50,6 @@ class Adapter:
     running: int = 0
     """Generations that use it."""
 
-    def arguments(self) -> dict[str, Any]:
-        """What vLLM's `generate` needs."""
-        return {"lora_request": self.request}
-
 
 def label_of(name: str) -> str | None:
     """The version of the policy that an adapter of this name is; None: it is none of ours."""
@@ -105,7 +101,7 @@ class PolicyAdapters:
         adapter = of_role[-1]
         adapter.running += 1
         try:
-            yield adapter.arguments()
+            yield {"lora_request": adapter.request}
         finally:
             adapter.running -= 1
 

@@ -29,14 +29,14 @@ from typing import Any
 
 import psutil
 
-from buffers.errors import EngineDied, EngineError, RequestRefused
+from buffers.errors import EngineDied, EngineError
 from configs.child_processes import imports_kept, socket_folder
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.probe import probe
-from mocked_server.vllm import continued_requests
+from mocked_server.vllm import engine_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
-from mocked_server.vllm.continued_requests import continued, given_up, interrupted, never_began
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
+from mocked_server.vllm.engine_requests import continued, given_up, interrupted, never_began, refusal_of
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_health import (
     DEAF,
@@ -54,10 +54,6 @@ from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
 
 logger = logging.getLogger(__name__)
 
-NUMBERS_ONLY = "numbers_only"
-"""Key in a request's `extra_args`: its log-probabilities need no texts."""
-MAX_MESSAGE_CHARS = 600
-"""Most characters of vLLM's errors: some repeat the value that they refuse."""
 LOOK_S = 0.1
 """Seconds between looks at whether the engine lives."""
 READY_S = 20
@@ -233,8 +229,7 @@ class VLLMEngine(EngineBase):
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
         self._ending, self._oom_kills = None, oom_kills()
-        numbers_only_where_asked()
-        continued_requests.install()
+        engine_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
         try:
             await asyncio.shield(booting)
@@ -542,25 +537,3 @@ def free_sampling(*, tokens: int, temperature: float) -> Any:
 
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, logprobs=0, output_kind=kind)
-
-
-def refusal_of(error: Exception) -> RequestRefused:
-    """An error of vLLM's about one request, as ours: at most a few hundred characters of it, and its field."""
-    text = str(error) or type(error).__name__
-    return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
-
-
-def numbers_only_where_asked() -> None:
-    """vLLM decodes every sampled token once more for its entry in the log-probabilities. Requests with NUMBERS_ONLY in their
-    `extra_args` do without: those texts are not read, and they are a tenth of this process's time."""
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    original = LogprobsProcessor.from_new_request
-    if getattr(original, "__name__", "") == "from_new_request_numbers_only":
-        return
-
-    def from_new_request_numbers_only(cls: Any, tokenizer: Any, request: Any) -> Any:
-        quiet = NUMBERS_ONLY in (request.sampling_params.extra_args or {})
-        return original(None if quiet else tokenizer, request)
-
-    LogprobsProcessor.from_new_request = classmethod(from_new_request_numbers_only)

@@ -8,7 +8,6 @@ out is left on the current `Call` for `QueueClient.generate`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -18,12 +17,25 @@ from typing import Any
 import numpy as np
 
 from buffers.records import Int32
-from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagnose_tokens
-from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in
+from buffers.training_rows import digest_of
+from mocked_server.conversation.chat_history import (
+    BranchCause,
+    ChatOptions,
+    Conversation,
+    Message,
+    ParsedReply,
+    arguments_of,
+)
+from mocked_server.conversation.continuation import (
+    Continuation,
+    Parse,
+    continue_tokens,
+    diagnose_messages,
+    diagnose_tokens,
+    find_parent,
+    stand_in,
+)
 from mocked_server.conversation.live_episodes import LiveRound
-from mocked_server.conversation.message_match import Message, ParsedReply, arguments_of
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.sampling_rules import check_template_inputs
 
@@ -49,7 +61,7 @@ class AnswerEnd:
 
     def is_in(self, ids: Int32) -> bool:
         """Does this rendering begin as the one that was proved?"""
-        return len(ids) > self.at and _digest(ids[: self.at]) == self.digest
+        return len(ids) > self.at and digest_of(ids[: self.at]) == self.digest
 
     def tail_of(self, ids: Int32, parent: LiveRound, *, marks: frozenset[int]) -> Int32 | None:
         """The prompt ids after the parent's sampled ones. They begin with the token at the cut when the model did not sample it
@@ -170,7 +182,7 @@ class ExactRendering:
         )
         end = AnswerEnd(
             at=len(before),
-            digest=_digest(np.array(before, np.int32)),
+            digest=digest_of(np.array(before, np.int32)),
             num_closing=len(closing_ids),
             is_direct=mark is None or mark.start() == 0,
         )
@@ -230,7 +242,3 @@ def _kind_of(asked: ChatOptions, opening: list[Message], new: list[Message]) -> 
     names = tuple(str(call["function"].get("name")) for call in opening[-1].get("tool_calls", ()))
     roles = tuple(str(message.get("role")) for message in (*opening, *new))
     return hash((asked.identity, opening[-1]["content"], names, roles))
-
-
-def _digest(ids: Int32) -> bytes:
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

@@ -10,10 +10,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, arguments_of, canonical_arguments, sendable
+from mocked_server.conversation.chat_history import (
+    ChatOptions,
+    ParsedReply,
+    arguments_of,
+    canonical_arguments,
+    sendable,
+)
 from mocked_server.request_context import current_call
 from mocked_server.vllm.sampling_rules import MAX_CHOICES
 
@@ -24,17 +30,17 @@ FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, Ru
 FAILED = "vLLM's parser could not take a sampled text of %d characters: %r"
 
 
+@dataclass(frozen=True, slots=True)
 class ReplyParser:
     """`parser_cls`: vLLM's `Parser` class, None when neither a tool nor a reasoning parser is set."""
 
-    def __init__(self, parser_cls: Any, *, tokenizer: Any, model_config: Any) -> None:
-        self._parser_cls = parser_cls
-        self._tokenizer = tokenizer
-        self._model_config = model_config
+    parser_cls: Any
+    tokenizer: Any
+    model_config: Any
 
     def __call__(self, text: str, asked: ChatOptions) -> ParsedReply:
         """`text` as content, reasoning and calls. A text that the parser cannot take is content."""
-        if self._parser_cls is None:
+        if self.parser_cls is None:
             return ParsedReply(text.strip())
         try:
             return self._parsed(text, asked)
@@ -51,8 +57,8 @@ class ReplyParser:
         request = ChatCompletionRequest.model_construct(
             messages=[], tools=tools, tool_choice=asked.tool_choice if tools else "none", include_reasoning=True
         )
-        parser = self._parser_cls(
-            self._tokenizer, tools, chat_template_kwargs=asked.template_kwargs, model_config=self._model_config
+        parser = self.parser_cls(
+            self.tokenizer, tools, chat_template_kwargs=asked.template_kwargs, model_config=self.model_config
         )
         reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
         spoken = tuple((call.name, canonical_arguments(call.arguments)) for call in calls or ())

@@ -19,7 +19,7 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.http.dialects import too_long
-from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
+from mocked_server.vllm.engine_requests import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
 
 # Checks what a model call asks of sampling: counts and sizes that any agent may ask for, and whether the tokens are still the
 # policy's own choice. Pure functions that read attributes; vLLM's own rules (ranges, vocabulary) are checked after these.

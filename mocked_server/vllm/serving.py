@@ -9,43 +9,44 @@ Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the se
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from uuid import uuid4
 
+import msgspec
 import numpy as np
+from pydantic_core import SchemaValidator
 
+from buffers.did_you_mean import one_of
 from buffers.errors import EngineError, RequestRefused
-from buffers.prompt_queue import Prompt, Response
+from buffers.prompt_queue import Prompt, Response, Sampling
 from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
-from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.restored_rounds import memo_of
-from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
-from mocked_server.http.failures import FAILURES, failure_of
-from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
-from mocked_server.roles import NO_ROLE, Role
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
+from mocked_server.http.dialects import FAILURES, GENERATE, SERVED, SLEEP, WAKE_UP, failure_of
+from mocked_server.request_context import (
+    LARGE_BYTES,
+    NO_ROLE,
+    AnswerPart,
+    Call,
+    PendingReply,
+    Role,
+    current_call,
+)
+from mocked_server.vllm.engine_requests import refusal_of
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, tell_true_ends, telling
 from mocked_server.vllm.sampling_rules import MAX_CHOICES, SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-import asyncio
-import json
-from uuid import uuid4
-
-import msgspec
-from pydantic_core import SchemaValidator
-
-from buffers.did_you_mean import one_of
-from mocked_server.http.failures import request_refused
-from mocked_server.request_context import LARGE_BYTES
-from mocked_server.vllm.engine import refusal_of
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ class Sleeper(Protocol):
     async def wake_up(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class TokenRoute:
     """`POST /generate`: token ids in, token ids out, for agent loops (verl's `AsyncLLMServer.generate`).
 
@@ -97,8 +99,7 @@ class TokenRoute:
     effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where the server has one.
     """
 
-    def __init__(self, client: QueueClient) -> None:
-        self._client = client
+    client: QueueClient
 
     async def answer(self, request: Any) -> Any:
         """The route (starlette)."""
@@ -108,26 +109,26 @@ class TokenRoute:
             body = await request.body()
             is_large = len(body) > LARGE_BYTES
             prompt_ids, params = await asyncio.to_thread(self._read, body) if is_large else self._read(body)
-            answer = await self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
-            return JSONResponse(_body_of(answer))
+            answer = await self.client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
         except (ValueError, TypeError) as error:
-            refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
-            return request_refused(refusal).response(GENERATE)
+            raise error if isinstance(error, RequestRefused) else RequestRefused(str(error)) from error
+        assert answer.responses is not None
+        (response,), metrics = answer.responses, answer.output.metrics
+        return JSONResponse({
+            "token_ids": response.sampled_ids.tolist(),
+            "log_probs": response.logprobs.tolist(),
+            "versions": response.versions.tolist(),
+            "stop_reason": STOP_REASONS.get(response.finish_reason, response.finish_reason),
+            "num_preempted": 0 if metrics is None else getattr(metrics, "num_preemptions", 0),
+        })  # fmt: skip
 
-    async def sleep(self, _: Any) -> Any:
-        """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""
+    async def rest(self, request: Any) -> Any:
+        """The routes of sleep and wake_up: the engine's cache is given back, and its weights wait in main memory where it can do
+        that, until it is woken."""
         from starlette.responses import Response
 
-        if self._client.sleeper is not None:
-            await self._client.sleeper.sleep()
-        return Response(status_code=200)
-
-    async def wake_up(self, _: Any) -> Any:
-        """The route: the engine is as before `sleep`."""
-        from starlette.responses import Response
-
-        if self._client.sleeper is not None:
-            await self._client.sleeper.wake_up()
+        if (engine := self.client.sleeper) is not None:
+            await (engine.sleep() if request.url.path == SLEEP else engine.wake_up())
         return Response(status_code=200)
 
     def _read(self, body: bytes) -> tuple[list[int], Any]:
@@ -159,16 +160,33 @@ class TokenRoute:
             raise refusal_of(error) from error
 
 
-def _body_of(answer: AnswerPart) -> dict[str, Any]:
-    assert answer.responses is not None
-    (found,), metrics = answer.responses, answer.output.metrics
-    return {
-        "token_ids": found.sampled_ids.tolist(),
-        "log_probs": found.logprobs.tolist(),
-        "versions": found.versions.tolist(),
-        "stop_reason": STOP_REASONS.get(found.finish_reason, found.finish_reason),
-        "num_preempted": 0 if metrics is None else getattr(metrics, "num_preemptions", 0),
-    }
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """A prompt that is ready for the queue. `live`, `plan`: of its episode; None: it has none."""
+
+    prompt: Prompt
+    reply: PendingReply
+    live: LiveEpisode | None
+    plan: Continuation | None
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        """Make each completion a round that a later request can continue."""
+        live, plan = self.live, self.plan
+        if live is None or plan is None:
+            return
+        for response in responses:
+            live_round = LiveRound(
+                parent=plan.parent,
+                ids=np.concatenate([plan.tail_ids, response.sampled_ids]),
+                num_sampled=len(response.sampled_ids),
+                finish_reason=response.finish_reason,
+                text=response.text or "",
+                stop=response.stop,
+                asked=plan.chat.asked if plan.chat else None,
+                cause=plan.cause,
+                round_index=response.round_index,
+            )
+            live.add_round(live_round, chat=plan.chat)
 
 
 class QueueClient:
@@ -226,31 +244,19 @@ class QueueClient:
             raise RequestRefused(
                 "only text is served: an image would not be recorded; describe it in words", field="messages"
             )
-        call.live.check_room()
         rendered = list(prompt["prompt_token_ids"])
         plan = call.continuation or continue_tokens(call.live, rendered)
         call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
         extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
         if (parser_kwargs := extra.get("reasoning_parser_kwargs")) is not None:
             self._rules.check_sendable(parser_kwargs)
-        exact = plan.prompt_ids()
         call.count_choices(getattr(sampling_params, "n", 1), limit=MAX_CHOICES)
-        first_trained = self._rules.apply(sampling_params, prompt=exact, live=call.live)
-        if call.extra_args:
-            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
-        call.generates = True
-        sampling = Sampling(params=sampling_params, extra=extra)
-        call.answers.append([])
-        return self._outputs(
-            request_id,
-            exact,
-            sampling,
-            call=call,
-            plan=plan,
-            first_trained=first_trained,
-            rendered=rendered,
-            answer=call.answers[-1],
+        generation = self._prepare(
+            request_id, plan.prompt_ids(), sampling_params, call=call, live=call.live, plan=plan, extra=extra
         )
+        call.generates = True
+        call.answers.append([])
+        return self._outputs(generation, call=call, rendered=rendered, answer=call.answers[-1])
 
     async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
         """One generation without an HTTP request: a plain prompt of a task file. Returns the text."""
@@ -260,120 +266,90 @@ class QueueClient:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._rules.apply(params, prompt=ids, live=live)
-        sampling, plan = Sampling(params=params, extra={}), continue_tokens(live, ids)
-        answer = await self._whole(request_id, ids, sampling, live=live, plan=plan, role=self._default_role)
+        answer = await self._whole(self._prepare(request_id, ids, params, live=live))
         return str(answer.output.outputs[0].text)
 
     async def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AnswerPart:
         """Sample after exactly these ids: for the current call's episode, or unrecorded without one."""
         call = current_call.get()
         live = None if call is None else call.live
-        ids = np.array(prompt_ids, np.int32)
-        plan = None if live is None else continue_tokens(live, ids)
-        if live is not None:
-            live.check_room()
-        first_trained = self._rules.apply(params, prompt=ids, live=live)
-        sampling = Sampling(params=params, extra={})
         return await self._whole(
-            request_id,
-            ids,
-            sampling,
-            live=live,
-            plan=plan,
-            first_trained=first_trained,
-            role=self._default_role if call is None else call.role,
+            self._prepare(request_id, np.array(prompt_ids, np.int32), params, call=call, live=live)
         )
 
-    async def _outputs(
+    def _prepare(
         self,
         request_id: str,
         ids: Int32,
-        sampling: Sampling,
-        *,
-        call: Call,
-        plan: Continuation,
-        first_trained: int | None,
-        rendered: list[int],
-        answer: list[Any],
-    ) -> AsyncIterator[Any]:
-        """Queue a prompt and yield its outputs as they come. `rendered`: the prompt as vLLM's layer made it; `answer`: gets the
-        output of a generation that comes as a whole."""
-        has_begun = False
-        reply: PendingReply | None = None
-        try:
-            reply = self._put(
-                request_id, ids, sampling, live=call.live, plan=plan, first_trained=first_trained, role=call.role
-            )
-            async for part in reply.parts():
-                is_whole, has_begun = part.responses is not None and not has_begun, True
-                output = part.output if part.responses is None else self._ended(part, live=call.live, plan=plan).output
-                # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
-                output.prompt_token_ids = rendered
-                if is_whole:
-                    answer.append(output)
-                yield output
-        except FAILURES as error:
-            if not has_begun:
-                call.failure = error
-            raise
-        finally:
-            if reply is not None:
-                reply.abandon()
-
-    async def _whole(
-        self,
-        request_id: str,
-        ids: Int32,
-        sampling: Sampling,
+        params: Any,
         *,
         live: LiveEpisode | None,
-        plan: Continuation | None,
-        role: Role,
-        first_trained: int | None = 0,
-    ) -> AnswerPart:
-        """Queue a prompt that is answered in one part, and wait for that."""
-        reply = self._put(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained, role=role)
-        try:
-            *_, last = [part async for part in reply.parts()]
-            return self._ended(last, live=live, plan=plan)
-        finally:
-            reply.abandon()
-
-    def _put(
-        self,
-        request_id: str,
-        ids: Int32,
-        sampling: Sampling,
-        *,
-        live: LiveEpisode | None,
-        plan: Continuation | None,
-        first_trained: int | None,
-        role: Role,
-    ) -> PendingReply:
+        call: Call | None = None,
+        plan: Continuation | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> _Generation:
+        """A generation after exactly these ids, by the run's rules. `live`: None: nothing of it is recorded. `plan`: None: it
+        continues the longest round of the episode that the ids start with. Raises RequestRefused."""
+        if live is not None:
+            live.check_room()
+            plan = plan or continue_tokens(live, ids)
+        role = self._default_role if call is None else call.role
+        first_trained = self._rules.apply(params, prompt=ids, live=live)
+        if call is not None and call.extra_args:
+            params.extra_args = {**(params.extra_args or {}), **call.extra_args}
         reply = PendingReply()
         prompt = Prompt(
             request_id=request_id,
             episode_id=None if live is None else live.episode_id,
             group_id=None if live is None else live.episode.group_id,
             prompt_token_ids=ids,
-            sampling=sampling,
+            sampling=Sampling(params=params, extra=extra or {}),
             reply=reply,
             parent=None if plan is None else plan.parent_index,
             memo=b"" if plan is None else memo_of(plan.chat, plan.cause),
             first_trained=first_trained if role.is_trained else None,
             role="" if live is None else role.name,
         )
-        self._queue.put(prompt)
-        return reply
+        return _Generation(prompt, reply, live, plan)
 
-    def _ended(self, last: AnswerPart, *, live: LiveEpisode | None, plan: Continuation | None) -> AnswerPart:
-        """The last part with vLLM's form of the answer. Its completions become rounds that a later request can continue."""
-        responses = [self._decoded(response) for response in last.responses or ()]
-        if live is not None and plan is not None:
-            remember(live, plan, responses)
-        output = last.output if last.output is not None else _output_of(responses)
-        return AnswerPart(output, tuple(responses))
+    async def _outputs(
+        self, generation: _Generation, *, call: Call, rendered: list[int], answer: list[Any]
+    ) -> AsyncIterator[Any]:
+        """The outputs as they come. `rendered`: the prompt as vLLM's layer made it; `answer`: gets the output of a generation that
+        comes as a whole."""
+        has_begun = False
+        try:
+            async with aclosing(self._parts(generation)) as parts:
+                async for part in parts:
+                    is_whole, has_begun = part.responses is not None and not has_begun, True
+                    # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
+                    part.output.prompt_token_ids = rendered
+                    if is_whole:
+                        answer.append(part.output)
+                    yield part.output
+        except FAILURES as error:
+            if not has_begun:
+                call.failure = error
+            raise
+
+    async def _whole(self, generation: _Generation) -> AnswerPart:
+        """The last part of an answer: all of it, where it comes in one part."""
+        *_, last = [part async for part in self._parts(generation)]
+        return last
+
+    async def _parts(self, generation: _Generation) -> AsyncGenerator[AnswerPart, None]:
+        """Queue a prompt, and yield its answer as it comes. The last part has vLLM's form of it; its completions become rounds that
+        a later request can continue."""
+        try:
+            self._queue.put(generation.prompt)
+            async for part in generation.reply.parts():
+                if part.responses is not None:
+                    responses = tuple(map(self._decoded, part.responses))
+                    generation.remember(responses)
+                    part = AnswerPart(_output_of(responses) if part.output is None else part.output, responses)
+                yield part
+        finally:
+            generation.reply.abandon()
 
     def _decoded(self, response: Response) -> Response:
         """An answer that came as tokens only (the RFC's rollout) gets its text here."""
@@ -392,23 +368,6 @@ async def _again(answer: list[Any]) -> AsyncIterator[Any]:
     """What was generated already."""
     for output in answer:
         yield output
-
-
-def remember(live: LiveEpisode, plan: Continuation, responses: Sequence[Response]) -> None:
-    """Make each completion of an answer a round that a later request can continue."""
-    for response in responses:
-        live_round = LiveRound(
-            parent=plan.parent,
-            ids=np.concatenate([plan.tail_ids, response.sampled_ids]),
-            num_sampled=len(response.sampled_ids),
-            finish_reason=response.finish_reason,
-            text=response.text or "",
-            stop=response.stop,
-            asked=plan.chat.asked if plan.chat else None,
-            cause=plan.cause,
-            round_index=response.round_index,
-        )
-        live.add_round(live_round, chat=plan.chat)
 
 
 def _output_of(responses: Sequence[Response]) -> Any:
@@ -448,8 +407,10 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     stop_at_the_first_fault()
 
     tasks = ("generate",)
-    with _root_level_kept():
-        app: FastAPI = build_app(args, tasks, client.model_config)
+    root = logging.getLogger()
+    level = root.level
+    app: FastAPI = build_app(args, tasks, client.model_config)
+    root.setLevel(level)  # a library that this imports sets it to ERROR, which would hide this program's warnings
     await init_app_state(client, app.state, args, tasks)
     client.rendering.parse = ReplyParser(
         app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
@@ -466,24 +427,13 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     app.middleware_stack = None
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     tokens = TokenRoute(client)
-    for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
+    for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.rest), (WAKE_UP, tokens.rest)):
         app.router.add_route(path, endpoint, methods=["POST"])
     for kind in FAILURES:
         app.add_exception_handler(kind, _fail)
     messages.create_messages = _telling(messages.create_messages)
     messages.count_tokens = _telling(messages.count_tokens)
     return app
-
-
-@contextmanager
-def _root_level_kept() -> Iterator[None]:
-    """vLLM's server imports a library that sets the root logger's level to ERROR, which would hide this program's warnings."""
-    root = logging.getLogger()
-    level = root.level
-    try:
-        yield
-    finally:
-        root.setLevel(level)
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.errors import UnderstudyError
+from buffers.prompt_queue import Response
 from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Round, Row, UInt16
-from buffers.token_tree import TokenTree
-from buffers.training_rows import episode_rows, is_trainable
+from buffers.training_rows import TokenTree, episode_rows, is_trainable
 from tests.support.buffer_parts import make_round
 
 
@@ -210,14 +210,14 @@ def test_a_round_keeps_only_what_its_prompt_adds_to_the_verified_parent() -> Non
     tree = TokenTree("e")
 
     def add(prompt: list[int], sampled: list[int], *, parent: int | None, finish_reason: str = "stop") -> list[int]:
-        round_ = tree.add(
-            prompt_ids=np.array(prompt, dtype=np.int32),
-            parent=parent,
+        response = Response(
+            request_id="",
             sampled_ids=np.array(sampled, dtype=np.int32),
             logprobs=np.zeros(len(sampled), dtype=np.float32),
             versions=np.zeros(len(sampled), dtype=np.int32),
             finish_reason=finish_reason,
         )
+        round_ = tree.add(response, prompt_ids=np.array(prompt, dtype=np.int32), parent=parent)
         assert round_.parent == parent
         return [round_.round_index, *round_.tail_ids.tolist()]
 
@@ -246,16 +246,16 @@ def test_a_tree_that_is_rebuilt_from_its_rounds_goes_on_as_it_would_have() -> No
         make_round("e", index=1, parent=0, tail=[4], sampled=[5], finish_reason="abort"),
         make_round("e", index=2, parent=0, tail=[], sampled=[6, 7]),
     ]
-    added = {"sampled_ids": [9], "logprobs": [-0.5], "versions": [3], "finish_reason": "stop"}
+    added = {name: np.array([value]) for name, value in {"sampled_ids": 9, "logprobs": -0.5, "versions": 3}.items()}
     tree = TokenTree("e", rounds=rounds)
     trained = np.ones(1, dtype=np.uint8)
     round_ = tree.add(
+        Response(request_id="", finish_reason="stop", **added),
         prompt_ids=np.array([1, 2, 3, 6, 7, 8]),
         parent=2,
         memo=b"memo",
         trained=trained,
         role="solver",
-        **{name: np.array(value) if isinstance(value, list) else value for name, value in added.items()},
     )
     assert (round_.episode_id, round_.round_index, round_.parent, round_.memo) == ("e", 3, 2, b"memo")
     assert (round_.tail_ids.tolist(), round_.sampled_ids.tolist()) == ([8], [9])
@@ -297,12 +297,15 @@ def test_a_row_has_the_experts_of_all_tokens_but_its_last_and_those_that_nobody_
         assert tree.num_ids(index - 1 if index else None) == max(0, len(prompt) - 1 if index else 0)
         rounds.append(
             tree.add(
+                Response(
+                    request_id="",
+                    sampled_ids=ids,
+                    versions=np.array([index, index + 1], np.int32),
+                    experts=experts,
+                    **given,
+                ),
                 prompt_ids=np.array(prompt, np.int32),
                 parent=index - 1 if index else None,
-                sampled_ids=ids,
-                versions=np.array([index, index + 1], np.int32),
-                experts=experts,
-                **given,
             )
         )
         prompt += [*ids.tolist(), 9]

@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from mocked_server.gemini.chat_request import CountTokensRequest, GenerateContentRequest
 from mocked_server.http.dialects import (
     CHAT,
     COMPLETIONS,
@@ -28,6 +27,7 @@ from mocked_server.http.dialects import (
     MESSAGES,
     RESPONSES,
 )
+from mocked_server.http.gemini_requests import CountTokensRequest, GenerateContentRequest
 from tests.fuzz.hostile_values import INTEGERS, NUMBERS, SOUND, STRINGS, Pairs, hostile, spelled, spoilt
 from tests.fuzz.known_attacks import CASES, QUESTION, THOUGHT, THOUGHTFUL
 

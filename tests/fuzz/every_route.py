@@ -31,8 +31,8 @@ from schemathesis import Case, GenerationMode
 from buffers.records import Task
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.gemini.chat_request import CountTokensRequest, GenerateContentRequest
 from mocked_server.http.dialects import TOKENIZE
+from mocked_server.http.gemini_requests import CountTokensRequest, GenerateContentRequest
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.vllm.engine_arguments import set_process_environment
 from tests.fuzz.drawn_requests import GOOGLE, GOOGLE_COUNT, GOOGLE_STREAM, GOOGLES_QUESTION

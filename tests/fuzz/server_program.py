@@ -126,7 +126,7 @@ async def _parts(
         notify_score_fn=MultiRoundBufferDataset(ledger).notify_score, keys=KeyRing(make_secret(folder / "server.key")),
     )  # fmt: skip
     server.attach_engine(engine)
-    generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
+    generation = Generation(engine, queue=server.prompt_queue, episodes=server.episodes, rounds=ledger)
     server.on_ended = generation.forget
     await server.start()
     try:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from buffers.errors import EngineError, RequestRefused
-from mocked_server.answer_recorder import AnswerRecorder
-from mocked_server.request_context import PendingReply
+from mocked_server.request_context import AnswerRecorder, PendingReply
 
 
 def completion(index: int, ids: list[int], text: str, **fields: Any) -> Any:

@@ -23,7 +23,7 @@ from mocked_server.check.report import (
     make_report,
 )
 from mocked_server.check.trial import AgentTrial
-from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
+from mocked_server.conversation.chat_history import EXPECTED, REMEDY, BranchCause
 from tests.support.patience import PATIENCE_S
 
 CLIENTS = Path(__file__).parents[1] / "outside" / "clients"

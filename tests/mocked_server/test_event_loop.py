@@ -19,14 +19,12 @@ import pytest
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.gemini import routes as gemini_routes
-from mocked_server.http import model_requests, request_fields, request_limits, upstream
+from mocked_server.http import gemini_routes, model_requests, request_fields, request_limits, roles
 from mocked_server.http.dialects import CHAT, RESPONSES
 from mocked_server.http.request_fields import MAX_MESSAGES
 from mocked_server.http.request_limits import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
-from mocked_server.http.upstream import MAX_KEPT_CHARS, Upstream
+from mocked_server.http.roles import MAX_KEPT_CHARS, Roles, Upstream
 from mocked_server.request_context import LARGE_BYTES
-from mocked_server.roles import Roles
 from tests.mocked_server.test_roles import judged_by
 from tests.support.faults.hostile_http import MIB, hostile, whole
 from tests.support.largest_requests import bodies
@@ -39,7 +37,7 @@ BODIES = bodies()
 OURS = [
     (request_limits, "shape_of"), (request_fields, "shape_of"), (model_requests, "refused"), (model_requests, "servable"),
     (model_requests, "_digest"), (Roles, "settle"), (gemini_routes, "count_of"), (gemini_routes, "generation_of"),
-    (upstream, "text_of"), (Conversation, "of"), (ChatOptions, "of"),
+    (roles, "text_of"), (Conversation, "of"), (ChatOptions, "of"),
 ]  # fmt: skip
 """Ours that reads all of a request, or of an answer of others."""
 STARLETTES = "json.loads in fastapi/routing.py"
@@ -169,7 +167,7 @@ async def test_what_a_role_elsewhere_is_asked_and_says_is_read_beside_the_loop(
             answer = await asyncio.to_thread(post, server, CHAT, body)
             assert answer.status_code == 200, answer.text
     assert work.large(on_loop=True) == set()
-    assert {"tokenizing", "mocked_server.http.upstream.text_of"} <= work.large(on_loop=False)
+    assert {"tokenizing", "mocked_server.http.roles.text_of"} <= work.large(on_loop=False)
     longest = max(each.size for each in work.done if each.what == "tokenizing")
     assert longest <= MAX_KEPT_CHARS + 100  # of options
 

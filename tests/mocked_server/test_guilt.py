@@ -15,6 +15,7 @@ import pytest
 
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Prompt, PromptQueue, Response
+from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import DEATHS_TOGETHER, Generation
@@ -124,7 +125,9 @@ class Served:
         self.blamed: list[str] = []
         self.fleet = EngineFleet(engines, record_death=self._count)
         self.queue = PromptQueue()
-        self.generation = Generation(self.fleet, queue=self.queue, rounds=Rounds(), blame=self.blamed.append)
+        self.generation = Generation(
+            self.fleet, queue=self.queue, episodes=Episodes(), rounds=Rounds(), blame=self.blamed.append
+        )
 
     def _count(self, name: str, error: Exception) -> None:
         self.deaths += 1

@@ -17,8 +17,7 @@ import pytest
 
 from buffers.outgoing import ROLE
 from configs.schema import RolloutConfig
-from mocked_server.http.upstream import Upstream, text_of
-from mocked_server.roles import Roles
+from mocked_server.http.roles import Roles, Upstream, text_of
 from tests.support.faults.hostile_http import BOMB, ENDLESS, MIB, hostile, whole
 from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread

@@ -58,7 +58,7 @@ def test_the_next_round_continues_the_exact_tokens(served):
 
 
 def test_experts_are_asked_for_from_the_parents_last_token_on(served, monkeypatch):
-    monkeypatch.setattr(served.generation, "_records_experts", True)
+    monkeypatch.setattr(served.generation, "records_experts", True)
     episode, client = served.lease()
     reply = chat(client, HELLO)
     chat(client, [*HELLO, {"role": "assistant", "content": reply.choices[0].message.content}, *HELLO])

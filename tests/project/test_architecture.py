@@ -46,7 +46,7 @@ STANDS_ALONE = "agents/examples/"
 OWNERS = {
     "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/loops/vllm_*.py"},
     "fastapi": {"mocked_server/http/routes.py"},
-    "prometheus_client": {"mocked_server/http/prometheus_text.py"},
+    "prometheus_client": {"mocked_server/http/routes.py"},
     "uvicorn": {"mocked_server/http/uvicorn_server.py"},
     "pyarrow": {"buffers/tasks/parquet.py", "buffers/tasks/datasets.py", "buffers/ledger/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},

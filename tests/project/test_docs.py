@@ -168,9 +168,7 @@ def test_routes_that_the_documents_name_are_served():
     )
     for name in DOCS:
         for method, path in re.findall(r"`(GET|POST) (/[a-z/]+)`", text(name)):
-            assert f'router.{method.lower()}("{path}")' in served or f' = "{path}"\n' in served, (
-                f"{name}: {method} {path}"
-            )
+            assert f'app.{method.lower()}("{path}"' in served or f' = "{path}"\n' in served, f"{name}: {method} {path}"
         for path in re.findall(r"`(/v1/[a-z/]+)`", text(name)):
             assert f'"{path}"' in served, f"{name} names {path}"
 

@@ -24,9 +24,9 @@ from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
+from mocked_server.http.roles import Roles
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
-from mocked_server.roles import Roles
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.support.patience import PATIENCE_S
@@ -188,7 +188,11 @@ class ServerThread:
         frozen = [role.name for role in self._roles._roles.values() if not role.is_trained] if self._roles else []
         self.frozen = {name: ScriptedEngine(lambda _: self.ids("frozen"), decode=decode) for name in frozen}
         self.generation = Generation(
-            self.engine, queue=self.server.prompt_queue, rounds=self.ledger, frozen=self.frozen
+            self.engine,
+            queue=self.server.prompt_queue,
+            episodes=self.server.episodes,
+            rounds=self.ledger,
+            frozen=self.frozen,
         )
         self.server.on_ended = self.generation.forget
         self._resume()
@@ -207,7 +211,6 @@ class ServerThread:
         for episode in episodes:
             rounds = self.ledger.rounds(episode.episode_id).result()
             self.server.resume_episode(episode, rounds)
-            self.generation.resume(episode.episode_id, rounds)
 
     async def wait(self) -> None:
         """Until one of its loops ends; raises when that failed."""

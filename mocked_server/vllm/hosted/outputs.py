@@ -19,7 +19,7 @@ import numpy as np
 
 from mocked_server.fleet.engine_messages import WireCompletion, WireExperts, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
-from mocked_server.vllm.engine import NUMBERS_ONLY
+from mocked_server.vllm.engine_requests import NUMBERS_ONLY
 
 WHOLE_INTERVAL = 8
 """Tokens between two deltas of an answer that comes as a whole: as many are sampled again, at most, where its host is lost."""

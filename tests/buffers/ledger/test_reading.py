@@ -28,7 +28,7 @@ from buffers.ledger.episode_views import (
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
 from buffers.records import Position
-from mocked_server.conversation.branch_causes import EXPECTED, BranchCause
+from mocked_server.conversation.chat_history import EXPECTED, BranchCause
 from tests.learner.page.page_parts import fill, make_run, memo, open_group, said, train
 from tests.support.buffer_parts import make_ready
 

@@ -42,8 +42,8 @@ from learner.checkpoints.store import WEIGHTS
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
 from learner.recovery.restarts import RestartLimit, ended
-from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.engine import VLLMEngine, start_fork_server
 from tests.faults.engines.weights_learner import changed
 from tests.faults.killer import killed

@@ -1,5 +1,5 @@
-"""Rules of learner/startup/input_check.py, learner/startup/run_folder.py and mocked_server/parser_names.py: what is missing is
-told by its key and its absolute path, before anything is imported or written."""
+"""Rules of learner/startup/input_check.py, learner/startup/run_folder.py and mocked_server/http/request_fields.py: what is missing
+is told by its key and its absolute path, before anything is imported or written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from configs.load import load_config
 from learner.run import check_inputs, with_model_needs
 from learner.startup import input_check
 from learner.startup.input_check import refusal
-from mocked_server.parser_names import check_parser, parser_names
+from mocked_server.http.request_fields import check_parser, parser_names
 from mocked_server.vllm import engine_arguments
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
 from tests.support.run_parts import start

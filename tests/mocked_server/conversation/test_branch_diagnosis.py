@@ -1,4 +1,4 @@
-"""Rules of mocked_server/conversation/branch_diagnosis.py: why a request does not continue the answer before it."""
+"""Rules of mocked_server/conversation/continuation.py: why a request does not continue the answer before it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagnose_tokens
+from mocked_server.conversation.chat_history import ParsedReply
+from mocked_server.conversation.continuation import diagnose_messages, diagnose_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.conversation.message_match import ParsedReply
 from tests.mocked_server.conversation.test_continuation import (
     ASKED,
     NEXT,

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from mocked_server.conversation.chat_history import DIGEST_BYTES, ChatOptions, Conversation
-from mocked_server.conversation.message_match import ParsedReply, difference, joined_text, reply_of, same_text
+from mocked_server.conversation.chat_history import (
+    DIGEST_BYTES,
+    ChatOptions,
+    Conversation,
+    ParsedReply,
+    difference,
+    joined_text,
+    reply_of,
+    same_text,
+)
 
 ASKED = ChatOptions.of({}, None)
 USER = {"role": "user", "content": "One."}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from buffers.records import Episode, Task
-from mocked_server.conversation.branch_diagnosis import diagnose_messages
-from mocked_server.conversation.chat_history import ChatOptions, Conversation
+from mocked_server.conversation.chat_history import ChatOptions, Conversation, ParsedReply, joined_text, reply_of
 from mocked_server.conversation.continuation import (
     Continuation,
     continue_tokens,
+    diagnose_messages,
     find_parent,
     is_reply,
     longest_prefix,
@@ -20,7 +20,6 @@ from mocked_server.conversation.continuation import (
     stand_in,
 )
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import ParsedReply, joined_text, reply_of
 
 ASKED = ChatOptions.of({}, None)
 TOOLS = ChatOptions.of({"tools": ["add"]}, None)
@@ -210,7 +209,7 @@ def test_an_answer_that_comes_back_is_read_once_however_many_rounds_it_may_be(mo
         read.append(content)
         return joined_text(content)
 
-    monkeypatch.setattr("mocked_server.conversation.message_match.joined_text", counted)
+    monkeypatch.setattr("mocked_server.conversation.chat_history.joined_text", counted)
     again = chat(USER, said("none of them"), USER)
     assert find_parent(live, again, parse) is None
     assert diagnose_messages(live, again, parse) is not None

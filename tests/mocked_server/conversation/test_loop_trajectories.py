@@ -1,4 +1,4 @@
-"""Rules of mocked_server/conversation/loop_trajectories.py: what a loop may say was sampled, and what of it is trained."""
+"""Rules of mocked_server/dispatch.py: what a loop may say was sampled, and what of it is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from buffers.errors import AgentError
 from buffers.records import ScoreDetail
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.conversation.loop_trajectories import left_out, part_scores
+from mocked_server.dispatch import left_out, part_scores
 from tests.mocked_server.conversation.test_continuation import add, episode
 
 

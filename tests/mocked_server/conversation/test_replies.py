@@ -9,9 +9,15 @@ import re
 
 import pytest
 
-from mocked_server.conversation.branch_causes import BranchCause
-from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, difference, reply_of, same_text
+from mocked_server.conversation.chat_history import (
+    BranchCause,
+    ChatOptions,
+    ParsedReply,
+    canonical_arguments,
+    difference,
+    reply_of,
+    same_text,
+)
 from mocked_server.vllm.reply_parser import ReplyParser
 from tests.support.server_parts import whole_prompt
 
@@ -142,7 +148,7 @@ def test_a_failure_after_something_was_generated_is_the_servers(served, monkeypa
     def fails(*_: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("mocked_server.vllm.serving.remember", fails)
+    monkeypatch.setattr("mocked_server.vllm.serving._Generation.remember", fails)
     _, client = served.lease()
     with served.http(client.api_key) as http:
         assert http.post("/v1/chat/completions", json={"model": "policy", "messages": [USER]}).status_code == 500

@@ -11,7 +11,7 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from configs.schema import RolloutConfig
-from mocked_server.conversation.restored_rounds import memo_of, remember
+from mocked_server.conversation.live_episodes import memo_of
 from mocked_server.keys import KeyRing, make_secret
 from tests.mocked_server.conversation.test_continuation import NEXT, TOOLS, USER, add, chat, episode
 from tests.support.buffer_parts import make_round
@@ -85,7 +85,7 @@ def test_rounds_are_remembered_as_they_were_kept() -> None:
     stored[0] = replace(stored[0], memo=memo_of(asked))
     stored[2] = replace(stored[2], memo=memo_of(chat(NEXT)))
     live = episode()
-    remember(live, stored, decode=lambda ids: f"text of {ids}")
+    live.restore(stored, decode=lambda ids: f"text of {ids}")
     first, second, third = live.rounds
     assert [each.round_index for each in live.rounds] == [0, 2, 3] and live.roots == [first, third]
     assert first.children == [second] and second.parent is first and third.children == []

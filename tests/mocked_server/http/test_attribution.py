@@ -144,7 +144,7 @@ async def test_a_role_is_named_by_the_path_or_by_googles_model(door: Door) -> No
 
 async def test_the_model_of_googles_dialect_is_in_its_path(door: Door) -> None:
     named = []
-    door.app._models = lambda scope, *_: named.append(scope["path_params"]) or door._models(scope, *_)  # type: ignore
+    door.app.models = lambda scope, *_: named.append(scope["path_params"]) or door._models(scope, *_)  # type: ignore
     for path in (GOOGLES, f"/e/{MINE}{GOOGLES}", "/v1/models/my/own:generateContent"):
         assert await door.ask(path, bearer(MINE)) == "models"
     assert named == [{"model": "policy"}, {"model": "policy"}, {"model": "my/own"}]
@@ -164,7 +164,7 @@ async def test_an_answer_that_fails_is_under_way_no_longer(door: Door) -> None:
         assert door.live.requests == 1
         raise RuntimeError("mine")
 
-    door.app._models = fails
+    door.app.models = fails
     with pytest.raises(RuntimeError, match="mine"):
         await door.ask(CHAT, bearer(MINE))
     assert door.live.requests == 0 and current_call.get() is None

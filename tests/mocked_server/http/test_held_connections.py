@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 
-from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, PatientProtocol, QuietServer, bind
+from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, HttpService, PatientProtocol, bind
 from tests.support.patience import PATIENCE_S
 
 MIB = 1 << 20
@@ -23,14 +22,8 @@ SOON_S = 0.05
 async def serving(app: Callable[..., Awaitable[None]]) -> AsyncIterator[Callable[..., Awaitable[tuple]]]:
     """A server as `mocked_server.server` makes it -> how to connect to it."""
     sock = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, http=PatientProtocol, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=120
-    )
-    server = QuietServer(config)
-    started = asyncio.Event()
-    server.on_started = started.set
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    await started.wait()
+    server = HttpService(app, sockets=[sock])
+    await server.start()
     writers = []
 
     async def connect(data: bytes = b"", *, limit: int = 4096) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -45,9 +38,7 @@ async def serving(app: Callable[..., Awaitable[None]]) -> AsyncIterator[Callable
     finally:
         for writer in writers:
             writer.transport.abort()
-        server.should_exit = server.force_exit = True
-        await task
-        sock.close()
+        await server.close()
 
 
 async def answer(scope, receive, send) -> None:

@@ -6,7 +6,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from mocked_server.fleet.engine_watch import EngineWatch
-from mocked_server.http.prometheus_text import COUNTERS, GAUGES, PrometheusText
+from mocked_server.http.routes import COUNTERS, GAUGES, PrometheusText
 from tests.mocked_server.fleet.scripted_figures import figures
 
 BUSY = figures(

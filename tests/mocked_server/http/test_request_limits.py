@@ -285,7 +285,7 @@ def test_an_answer_does_not_wait_for_the_clients_acknowledgement(served) -> None
     """Nagle's algorithm would hold an answer's body back until its head is acknowledged: 40 ms for each request."""
     with served.http() as http:
         http.get("/health")
-        connections = served.server._http._server.server_state.connections
+        connections = served.server._http.server_state.connections
         sockets = [connection.transport.get_extra_info("socket") for connection in connections]
         assert sockets and all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets)
 

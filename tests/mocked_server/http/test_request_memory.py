@@ -12,7 +12,7 @@ import pytest
 
 from mocked_server.client_retries import Answer, Answers
 from mocked_server.conversation.live_episodes import EpisodeMemory
-from mocked_server.http.request_memory import BodyRoom, RequestMemory
+from mocked_server.http.request_limits import BodyRoom, RequestMemory
 from mocked_server.http.uvicorn_server import PatientProtocol
 from tests.support.patience import PATIENCE_S
 
@@ -67,7 +67,7 @@ def memory_of(served, episode: str) -> EpisodeMemory:
 @pytest.mark.seconds
 @pytest.mark.parametrize("retry", [None, 0], ids=["plain", "a client that retries"])
 def test_an_episode_that_holds_too_many_bytes_is_refused_more_and_another_is_not(held, monkeypatch, retry) -> None:
-    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_BYTES", 2 * LARGE)
+    monkeypatch.setattr("mocked_server.http.request_limits.MAX_EPISODE_BYTES", 2 * LARGE)
     (episode, client), (_, other) = held.lease(), held.lease()
     first = held.in_background(client, size=LARGE, retry=retry)
     held.call(until(lambda: memory_of(held, episode).in_flight_bytes == LARGE and len(held.engine.prompts) == 1))
@@ -83,7 +83,7 @@ def test_an_episode_that_holds_too_many_bytes_is_refused_more_and_another_is_not
 
 
 def test_an_episode_with_too_many_requests_is_told_to_come_back_and_another_is_not(held, monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_REQUESTS", 2)
+    monkeypatch.setattr("mocked_server.http.request_limits.MAX_EPISODE_REQUESTS", 2)
     (episode, client), (_, other) = held.lease(), held.lease()
     first = [held.in_background(client, retry=retry) for retry in (None, 0)]
     held.call(until(lambda: memory_of(held, episode).in_flight_requests == 2))
@@ -99,7 +99,7 @@ def test_an_episode_with_too_many_requests_is_told_to_come_back_and_another_is_n
 
 def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, monkeypatch) -> None:
     """Else who hangs up at once could have as many as it likes for the time that a retry may take to come."""
-    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_REQUESTS", 1)
+    monkeypatch.setattr("mocked_server.http.request_limits.MAX_EPISODE_REQUESTS", 1)
     monkeypatch.setattr("mocked_server.client_retries.GRACE_S", 60.0)
     episode, client = held.lease()
     held.hang_up(client, body=json.loads(chat_body()), headers={"x-stainless-retry-count": "0"})

@@ -18,7 +18,7 @@ from mocked_server.servers.http_client import Needs, ServerFacts
 from mocked_server.servers.server_engine import RunningServer, ServerEngine
 from mocked_server.servers.sglang_server import SGLangServer
 from mocked_server.servers.vllm_server import VLLMServer
-from mocked_server.vllm.served_requests import ServedRequests
+from mocked_server.vllm.engine_requests import ServedRequests
 from tests.support.patience import PATIENCE_S
 from tests.support.served_models import config_of
 

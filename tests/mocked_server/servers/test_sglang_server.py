@@ -19,7 +19,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.servers.http_client import Needs
 from mocked_server.servers.server_engine import ServerEngine
 from mocked_server.servers.sglang_server import SGLangProcess, arguments
-from mocked_server.vllm.served_requests import ServedRequests, Tokens
+from mocked_server.vllm.engine_requests import ServedRequests, Tokens
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.servers.sglang_names import ARGUMENTS
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling, until_given_up

@@ -18,7 +18,7 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.servers.http_client import Needs
 from mocked_server.servers.server_engine import RunningServer, ServerEngine
-from mocked_server.vllm.served_requests import ServedRequests
+from mocked_server.vllm.engine_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.vllm.hosted.test_remote_engine import (
     CASES,

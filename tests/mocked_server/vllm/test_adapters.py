@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import LoraConfig, RolloutConfig, ServerConfig
 from learner.model.lora import add_adapter, peft_names, write_description
-from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import ADAPTER_OF
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.engine import VLLMEngine

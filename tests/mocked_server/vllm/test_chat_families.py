@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from mocked_server.conversation.chat_history import ParsedReply
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import ParsedReply
 from mocked_server.vllm.exact_rendering import ExactRendering
 from tests.mocked_server.conversation.test_continuation import episode
 from tests.mocked_server.vllm.test_exact_rendering import render

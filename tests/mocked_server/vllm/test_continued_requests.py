@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm/continued_requests.py, with vLLM's own state of a request and no engine."""
+"""Rules of mocked_server/vllm/engine_requests.py, with vLLM's own state of a request and no engine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from mocked_server.fleet.member import Sampled
-from mocked_server.vllm import continued_requests
-from mocked_server.vllm.continued_requests import continuing
+from mocked_server.vllm import engine_requests
+from mocked_server.vllm.engine_requests import continuing
 
 PROMPT = [40, 41, 42]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model) -> Any:
-    continued_requests.install()
+    engine_requests.install()
     return AutoTokenizer.from_pretrained(tiny_model)
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from buffers.errors import EngineDied, EngineError
 from configs.tiny_model import make_tiny_model
-from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.process import engine_health
 from mocked_server.vllm.process.engine_health import STOPPED

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mocked_server.conversation.chat_history import reply_of
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.conversation.message_match import reply_of
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.exact_rendering import SENTINEL, ExactRendering
 from tests.mocked_server.conversation.test_continuation import NEXT, USER, add, chat, episode, said

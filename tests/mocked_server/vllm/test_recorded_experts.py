@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.families import make_family
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.engine_arguments import EngineSettings
 from tests.learner.experts.test_routing import chosen, policy_of

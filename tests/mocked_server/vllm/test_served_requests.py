@@ -9,7 +9,7 @@ import pytest
 
 from buffers.errors import RequestRefused
 from mocked_server.servers.vllm_server import tokens_of, wire_params
-from mocked_server.vllm.served_requests import ServedRequests, Tokens
+from mocked_server.vllm.engine_requests import ServedRequests, Tokens
 from tests.support.served_models import config_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.request_context import AnswerRecorder
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.engine_arguments import EngineSettings
 

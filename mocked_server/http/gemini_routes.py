@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -17,10 +17,9 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
-from mocked_server.conversation.message_match import arguments_of
-from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
+from mocked_server.conversation.chat_history import arguments_of
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
-from mocked_server.http.failures import request_refused
+from mocked_server.http.gemini_requests import count_of, generation_of, shows_thoughts
 from mocked_server.http.request_limits import replaying
 from mocked_server.request_context import current_call
 
@@ -38,35 +37,6 @@ REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
 Answer = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _Call:
-    """A function call of which parts have come."""
-
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
-
-    def add(self, delta: Mapping[str, Any]) -> None:
-        """Its next piece."""
-        function = delta.get("function") or {}
-        self.id = delta.get("id") or self.id
-        self.name += function.get("name") or ""
-        self.arguments += function.get("arguments") or ""
-
-    def part(self) -> Answer:
-        """The part of a content that says it."""
-        call: Answer = {"name": self.name, "args": arguments_of(self.arguments)}
-        return {"functionCall": call if self.id is None else {"id": self.id, **call}}
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """One answer of a stream so far."""
-
-    reason: str | None = None
-    calls: dict[int, _Call] = field(default_factory=dict)
-
-
 def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Answer:
     """The answer of `generateContent` to what the chat route answered."""
     candidates = []
@@ -74,8 +44,7 @@ def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Answer:
         message = choice["message"]
         parts = _said(message, shows_thoughts=shows_thoughts)
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            parts.append(_Call(call.get("id"), function["name"], function["arguments"]).part())
+            parts.append(_called(call.get("id"), call["function"]["name"], call["function"]["arguments"]))
         candidates.append(_candidate(choice["index"], parts, reason=choice.get("finish_reason")))
     return _response(chat, candidates, usage=chat.get("usage"))
 
@@ -85,27 +54,37 @@ class StreamedAnswer:
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
-        self._candidates: dict[int, _Candidate] = {}
+        self._reasons: dict[int, str | None] = {}
+        """Candidate -> why it ended; None: it has not yet."""
+        self._calls: dict[tuple[int, int], tuple[str | None, str, str]] = {}
+        """(candidate, number of the call) -> (id, name, arguments) of which parts have come."""
 
     def take(self, chunk: Mapping[str, Any]) -> Answer | None:
         """What to tell now; None: nothing yet."""
-        candidates = []
+        candidates, usage = [], None
         for choice in chunk.get("choices") or ():
             index, delta = choice["index"], choice.get("delta") or {}
-            candidate = self._candidates.setdefault(index, _Candidate())
-            candidate.reason = choice.get("finish_reason") or candidate.reason
+            self._reasons[index] = choice.get("finish_reason") or self._reasons.get(index)
             for call in delta.get("tool_calls") or ():
-                candidate.calls.setdefault(call["index"], _Call()).add(call)
+                function = call.get("function") or {}
+                identity, name, arguments = self._calls.get((index, call["index"]), (None, "", ""))
+                self._calls[index, call["index"]] = (
+                    call.get("id") or identity,
+                    name + (function.get("name") or ""),
+                    arguments + (function.get("arguments") or ""),
+                )
             if parts := _said(delta, shows_thoughts=self._shows_thoughts):
                 candidates.append(_candidate(index, parts, reason=None))
-        if (usage := chunk.get("usage")) is not None and not chunk.get("choices"):
-            candidates = [
-                _candidate(index, [call.part() for call in one.calls.values()], reason=one.reason)
-                for index, one in sorted(self._candidates.items())
-            ]
-        else:
-            usage = None
+        if not chunk.get("choices") and (usage := chunk.get("usage")) is not None:
+            for index, reason in sorted(self._reasons.items()):
+                calls = [_called(*call) for (candidate, _), call in self._calls.items() if candidate == index]
+                candidates.append(_candidate(index, calls, reason=reason))
         return _response(chunk, candidates, usage=usage) if candidates else None
+
+
+def _called(identity: str | None, name: str, arguments: str) -> Answer:
+    call: Answer = {"name": name, "args": arguments_of(arguments)}
+    return {"functionCall": call if identity is None else {"id": identity, **call}}
 
 
 def _said(message: Mapping[str, Any], *, shows_thoughts: bool) -> list[Answer]:
@@ -147,22 +126,17 @@ class GeminiRoutes:
         body, call = (await receive())["body"], current_call.get()
         assert call is not None
         sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"].decode("latin-1")).get("alt") == ["sse"]
-        answer = _Answer(send, _count)
-        try:
-            fields = await call.apart(_parsed, body)
-            if path == GEMINI_COUNT:
-                chat = await call.apart(partial(count_of, fields, model=model))
-            else:
-                chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
-                shown = shows_thoughts(fields)
-                if sends_events:
-                    tell: Callable[[bytes], bytes] = partial(_event, answer=StreamedAnswer(shows_thoughts=shown))
-                else:
-                    tell = partial(_whole, shows_thoughts=shown, in_list=path == GEMINI_STREAM)
-                answer = _Answer(send, tell, is_stream=sends_events)
-        except RequestRefused as error:
-            await request_refused(error).answer(send, path)
-            return
+        fields = await call.apart(_parsed, body)
+        if path == GEMINI_COUNT:
+            chat = await call.apart(partial(count_of, fields, model=model))
+            tell: Callable[[bytes], bytes] = _count
+        else:
+            chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
+            shown = shows_thoughts(fields)
+            tell = partial(_whole, shows_thoughts=shown, in_list=path == GEMINI_STREAM)
+            if sends_events:
+                tell = partial(_event, answer=StreamedAnswer(shows_thoughts=shown))
+        answer = _Answer(send, tell, is_stream=sends_events)
         sent = (await call.apart(json.dumps, chat)).encode()
         route = TOKENIZE if path == GEMINI_COUNT else CHAT
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
@@ -178,40 +152,40 @@ class GeminiRoutes:
         await self.app(inner, replaying(sent, receive), answer.take)
 
 
+@dataclass(slots=True)
 class _Answer:
     """What the application sends, on its way to the client. `tell`: the client's words for a whole body, or, where it `is_stream`,
     for an event. An error passes as it is: it is spelled further out."""
 
-    def __init__(self, send: Send, tell: Callable[[bytes], bytes], *, is_stream: bool = False) -> None:
-        self._send = send
-        self._tell = tell
-        self._is_stream = is_stream
-        self._start: Message | None = None
-        """The start of an answer that is to be changed; None: nothing began, or it is an error."""
-        self._rest = b""
-        """What has come and was not told yet."""
+    send: Send
+    tell: Callable[[bytes], bytes]
+    is_stream: bool
+    start: Message | None = None
+    """The start of an answer that is to be changed; None: nothing began, or it is an error."""
+    rest: bytes = b""
+    """What has come and was not told yet."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""
         if message["type"] == "http.response.start" and message["status"] < 400:
-            self._start = message
-            if self._is_stream:
-                await self._send(message)
+            self.start = message
+            if self.is_stream:
+                await self.send(message)
             return
-        if self._start is None:
-            return await self._send(message)
-        self._rest += message.get("body", b"")
+        if self.start is None:
+            return await self.send(message)
+        self.rest += message.get("body", b"")
         more = message.get("more_body", False)
-        if self._is_stream:
-            *events, self._rest = self._rest.split(b"\n\n")
-            told = b"".join(map(self._tell, events))
+        if self.is_stream:
+            *events, self.rest = self.rest.split(b"\n\n")
+            told = b"".join(map(self.tell, events))
             if told or not more:
-                await self._send({"type": "http.response.body", "body": told, "more_body": more})
+                await self.send({"type": "http.response.body", "body": told, "more_body": more})
         elif not more:  # it begins when it is complete, with its length
-            body = self._tell(self._rest)
-            headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
-            await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-            await self._send({"type": "http.response.body", "body": body})
+            body = self.tell(self.rest)
+            headers = [(name, value) for name, value in self.start["headers"] if name != b"content-length"]
+            await self.send({**self.start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            await self.send({"type": "http.response.body", "body": body})
 
 
 def _count(body: bytes) -> bytes:

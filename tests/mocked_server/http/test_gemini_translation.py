@@ -1,4 +1,4 @@
-"""Rules of mocked_server/gemini: requests and answers in other words, without a server."""
+"""Rules of mocked_server/http/gemini_requests.py and gemini_routes.py: requests and answers in other words, without a server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mocked_server.conversation.message_match import ParsedReply, arguments_of, difference, reply_of
-from mocked_server.gemini.chat_request import generation_of, json_schema_of
-from mocked_server.gemini.routes import StreamedAnswer, whole_answer
+from mocked_server.conversation.chat_history import ParsedReply, arguments_of, difference, reply_of
+from mocked_server.http.gemini_requests import generation_of, json_schema_of
+from mocked_server.http.gemini_routes import StreamedAnswer, whole_answer
 
 
 @pytest.mark.parametrize(

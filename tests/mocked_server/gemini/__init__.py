@@ -1,1 +1,0 @@
-"""Tests of the modules in mocked_server/gemini/."""
