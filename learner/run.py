@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,6 +177,7 @@ def local_config(config: Config) -> Config:
     import psutil
 
     from agents.harbor.tasks import with_task_files
+    from learner.placement.memory import ModelShape
     from learner.startup.hub import with_local_files
     from learner.startup.input_check import check_model, in_fork
     from learner.startup.model_defaults import with_model_defaults
@@ -188,7 +190,7 @@ def local_config(config: Config) -> Config:
     check_model(config.model.path)
     return with_model_defaults(
         config,
-        shape=in_fork(lambda: shape_of(config.model)),
+        shape=ModelShape(**in_fork(lambda: asdict(shape_of(config.model)))),
         has_gpu=has_gpu(),
         memory_bytes=psutil.virtual_memory().total,
         say=lambda line: print(f"understudy: {line}", flush=True),

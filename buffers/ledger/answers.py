@@ -103,7 +103,7 @@ def samples(found: Sequence[Answer], *, number: int) -> list[tuple[str, Answer]]
 
 
 def first_and_last(found: Sequence[Answer], *, number: int) -> list[tuple[Answer, Answer]]:
-    """Of some tasks the first answer and the last one, those first whose score has changed most."""
+    """The first and the last answer of some tasks, those first whose score has changed most."""
     by_task = defaultdict[str, list[Answer]](list)
     for each in found:
         if each.task is not None and each.score is not None:

@@ -1,4 +1,4 @@
-"""`Query`: what somebody asks of a run's episodes, as texts by name, read by type and within bounds.
+"""`Query`: which episodes of a run are wanted, as texts by name, read by type and within bounds.
 
 Used by the page's routes and by `buffers.ledger.cli`: the same names mean the same in both.
 """

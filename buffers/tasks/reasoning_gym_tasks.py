@@ -9,7 +9,6 @@ and the package only when it is used.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
-logger = logging.getLogger(__name__)
 SCHEME = "reasoning_gym://"
 OWN = ("level", "system")
 """Settings that are not the generator's: the level of its curriculum, and one of Reasoning Gym's system prompts by name."""
@@ -98,14 +96,11 @@ def _value(text: str) -> Any:
 
 def score(data_source: str, *, settings: str, index: int, answer: str) -> float:
     """Reasoning Gym's score of an answer, 0 to 1, part credit included: of what stands between the last <answer> and </answer>,
-    or of all of it. 0 where its scorer fails on what a model wrote. `settings`, `index`: those of the task's `extra_info`."""
+    or of all of it. `settings`, `index`: those of the task's `extra_info`. Raises what its scorer raises, on a text that its
+    author did not think of."""
     found = ANSWER.findall(answer)
     dataset = _dataset(data_source.removeprefix(SCHEME), settings)
-    try:
-        return float(dataset.score_answer((found[-1] if found else answer).strip(), _entry(dataset, index)))
-    except Exception:  # of 106 authors' programs, on a text that none of them thought of
-        logger.info("the scorer of %s failed on %r", data_source, answer[-200:], exc_info=True)
-        return 0.0
+    return float(dataset.score_answer((found[-1] if found else answer).strip(), _entry(dataset, index)))
 
 
 @cache

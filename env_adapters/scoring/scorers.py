@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from buffers.records import Task
 from buffers.tasks import reasoning_gym_tasks
+from env_adapters.guarded_calls import CaughtException
 
 ANSWER_CHARS = 300
 """GSM8K: the answer is looked for in the end of the text only."""
@@ -83,9 +84,12 @@ def gsm8k_flexible(task: Task, answer: str) -> float:
 
 
 def reasoning_gym(task: Task, answer: str) -> float:
-    """Reasoning Gym's own score of the answer to a task of `reasoning_gym://`, 0 to 1."""
+    """Reasoning Gym's own score of the answer to a task of `reasoning_gym://`, 0 to 1; 0 where its program fails on what a model
+    wrote."""
     entry = {name: task.extra_info[name] for name in ("settings", "index")}
-    return reasoning_gym_tasks.score(task.data_source, **entry, answer=answer)
+    with CaughtException(in_thread=True):
+        return reasoning_gym_tasks.score(task.data_source, **entry, answer=answer)
+    return 0.0
 
 
 def _truth(task: Task) -> str:

@@ -7,8 +7,8 @@ with the configuration key and has the absolute path. What `data.make` is to wri
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +42,8 @@ def refusal(check: Callable[[], None]) -> str:
 
 
 def in_fork(compute: Callable[[], T]) -> T:
-    """What `compute` gives in a forked process: what it imports, and the threads that this starts, are not this process's, which is
-    to be forked of later. Raises the UnderstudyError that it raises."""
+    """What `compute` gives, a value of JSON, in a forked process: what it imports, and the threads that this starts, are not this
+    process's, which is to be forked of later. Raises the UnderstudyError that it raises."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -58,7 +58,7 @@ def in_fork(compute: Callable[[], T]) -> T:
     os.waitpid(pid, 0)
     if not told:
         raise UnderstudyError("the configuration could not be checked, for the error above; mend it first")
-    refused, found = pickle.loads(told)
+    refused, found = json.loads(told)
     if refused is not None:
         raise UnderstudyError(refused)
     return cast(T, found)
@@ -72,8 +72,8 @@ def _answer(compute: Callable[[], object], writing: int) -> None:
             told: tuple[str | None, object] = None, compute()
         except UnderstudyError as error:
             told = str(error), None
-        with os.fdopen(writing, "wb") as sink:
-            pickle.dump(told, sink)
+        with os.fdopen(writing, "w", encoding="utf-8") as sink:
+            json.dump(told, sink)
         code = 0
     finally:
         if sys.exc_info()[0] is not None:

@@ -1,7 +1,7 @@
 """Defaults that follow from the model: what the demo's random model of 361,216 weights bears destroys a pretrained one.
 
 Called by `learner.run` and `learner.evaluate`, once the model is a folder of this machine. Invariants: what the user has set stays
-as it is; what is chosen is told in a line, with its reason; the same model on the same machine gets the same.
+as it is; a line says what was chosen, and why; the same model on the same machine gets the same.
 """
 
 from __future__ import annotations
