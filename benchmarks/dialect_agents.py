@@ -28,10 +28,19 @@ class Agent(ABC):
         self.history: list[Any] = []
         self.connect(base_url, key)
 
-    @abstractmethod
-    def connect(self, base_url: str, key: str) -> None: ...
-    @abstractmethod
-    def say(self, text: str) -> None: ...
+    client: Any
+    part = "text"
+    """The type of a text in a list of parts."""
+
+    def connect(self, base_url: str, key: str) -> None:
+        self.client = OpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, timeout=LIMIT_S)
+
+    def content(self, text: str) -> Any:
+        return [{"type": self.part, "text": text}] if self.habit == "parts" else text
+
+    def say(self, text: str) -> None:
+        self.history.append({"role": "user", "content": self.content(text)})
+
     @abstractmethod
     def results(self, told: Any, text: str) -> None:
         """The same result to each call of `told`."""
@@ -42,8 +51,6 @@ class Agent(ABC):
 
     def close(self) -> None:
         self.client.close()
-
-    client: Any
 
     def respelled(self, arguments: str) -> str:
         """Arguments of a call as this agent writes them back."""
@@ -62,17 +69,8 @@ def message_of(content: str, calls: list[tuple[str, str, str]]) -> dict[str, Any
 
 
 class ChatAgent(Agent):
-    def connect(self, base_url: str, key: str) -> None:
-        self.client = OpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, timeout=LIMIT_S)
-
-    def say(self, text: str) -> None:
-        self.history.append({"role": "user", "content": self._content(text)})
-
     def results(self, told: Any, text: str) -> None:
         self.history += [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in told["tool_calls"]]
-
-    def _content(self, text: str) -> Any:
-        return [{"type": "text", "text": text}] if self.habit == "parts" else text
 
     def ask(self) -> Any:
         asked: dict[str, Any] = {"model": "policy", "messages": self.history}
@@ -80,7 +78,7 @@ class ChatAgent(Agent):
             asked["tools"] = [{"type": "function", "function": {"name": TOOL, "parameters": SCHEMA}}]
         content, calls = self._streamed(asked) if self.streams else self._whole(asked)
         back = message_of(content, [(i, n, self.respelled(a)) for i, n, a in calls])
-        self.history.append(back | {"content": self._content(content)} if content else back | {"content": None})
+        self.history.append(back | {"content": self.content(content)} if content else back | {"content": None})
         return message_of(content, calls)
 
     def _whole(self, asked: Any) -> tuple[str, list[tuple[str, str, str]]]:
@@ -103,12 +101,7 @@ class ChatAgent(Agent):
 
 
 class ResponsesAgent(Agent):
-    def connect(self, base_url: str, key: str) -> None:
-        self.client = OpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, timeout=LIMIT_S)
-
-    def say(self, text: str) -> None:
-        content = [{"type": "input_text", "text": text}] if self.habit == "parts" else text
-        self.history.append({"role": "user", "content": content})
+    part = "input_text"
 
     def results(self, told: Any, text: str) -> None:
         self.history += [
@@ -139,10 +132,6 @@ class ResponsesAgent(Agent):
 class MessagesAgent(Agent):
     def connect(self, base_url: str, key: str) -> None:
         self.client = Anthropic(base_url=base_url, api_key=key, max_retries=0, timeout=LIMIT_S)
-
-    def say(self, text: str) -> None:
-        content = [{"type": "text", "text": text}] if self.habit == "parts" else text
-        self.history.append({"role": "user", "content": content})
 
     def results(self, told: Any, text: str) -> None:
         content = [{"type": "tool_result", "tool_use_id": call["id"], "content": text} for call in told["tool_calls"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,27 +59,27 @@ WORD_ID = 100
 TICK_S = 0.01
 
 
+@dataclass(kw_only=True)
 class PacedEngine:
-    """`token_s`: seconds of one token; 0: the whole answer at once. `room`: tokens that it holds at full speed; None: any number.
-    `prefill_s`: seconds of one prompt token that is not in its cache, which has every prompt that it saw."""
+    """An engine of known speed."""
 
-    def __init__(
-        self, name: str, *, token_s: float, word: str = "x", room: int | None = None, prefill_s: float = 0.0
-    ) -> None:
-        self.name = name
-        self.version = 0
-        self.is_up = True
-        self._token_s = token_s
-        self._word = word
-        self._room = room
-        self._prefill_s = prefill_s
-        self._cached: set[int] = set()
-        """Hashes of prompts, and of prompts with their answers."""
-        self._held = 0
-        self._running = 0
-        self.sampled_tokens = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
+    name: str
+    token_s: float
+    """Seconds of one token; 0: the whole answer at once."""
+    word: str = "x"
+    room: int | None = None
+    """Tokens that it holds at full speed; None: any number."""
+    prefill_s: float = 0.0
+    """Seconds of one prompt token that is not in its cache, which has every prompt that it saw."""
+    version: int = 0
+    is_up: bool = True
+    sampled_tokens: int = 0
+    cached: set[int] = field(default_factory=set)
+    """Hashes of prompts, and of prompts with their answers."""
+    held: int = 0
+    running: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     async def generate(
         self,
@@ -93,39 +94,39 @@ class PacedEngine:
         from vllm.sampling_params import RequestOutputKind
 
         total, prompt = params.max_tokens, len(prompt_token_ids)
-        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
-        self._held += prompt + total
-        self._running += 1
+        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self.token_s
+        self.held += prompt + total
+        self.running += 1
         try:
-            if self._room is not None:
+            if self.room is not None:
                 await self._take(total, prompt_token_ids)
                 yield self._output(request_id, total, total, finished=True, params=params)
             else:
                 for done in range(total if at_once else 1, total + 1):
-                    if self._token_s:
-                        await asyncio.sleep(self._token_s * (total if at_once else 1))
+                    if self.token_s:
+                        await asyncio.sleep(self.token_s * (total if at_once else 1))
                     yield self._output(request_id, total if at_once else 1, done, finished=done == total, params=params)
         finally:
-            self._held -= prompt + total
-            self._running -= 1
+            self.held -= prompt + total
+            self.running -= 1
 
     async def _take(self, tokens: int, prompt: list[int]) -> None:
         """Wait as long as this takes under the load of each moment."""
-        assert self._room is not None
+        assert self.room is not None
         ids = tuple(prompt)
-        known = max((end for end in range(len(ids), 0, -64) if hash(ids[:end]) in self._cached), default=0)
-        self._prompt_tokens += len(ids)
-        self._cached_tokens += known
-        left = tokens * self._token_s + (len(ids) - known) * self._prefill_s
+        known = max((end for end in range(len(ids), 0, -64) if hash(ids[:end]) in self.cached), default=0)
+        self.prompt_tokens += len(ids)
+        self.cached_tokens += known
+        left = tokens * self.token_s + (len(ids) - known) * self.prefill_s
         while left > 0:
             await asyncio.sleep(TICK_S)
-            left -= TICK_S * min(1.0, self._room / self._held)
-        self._cached |= {hash(ids[:end]) for end in range(len(ids), 0, -64)}
+            left -= TICK_S * min(1.0, self.room / self.held)
+        self.cached |= {hash(ids[:end]) for end in range(len(ids), 0, -64)}
 
     def _output(self, request_id: str, count: int, done: int, *, finished: bool, params: Any) -> Any:
         self.sampled_tokens += count
         return output_of(
-            request_id, [WORD_ID] * count, text=self._word * count, version=self.version, done=done,
+            request_id, [WORD_ID] * count, text=self.word * count, version=self.version, done=done,
             logprobs=equal_logprobs(count) if params.logprobs is not None else None, finish="length" if finished else None,
         )  # fmt: skip
 
@@ -149,9 +150,9 @@ class PacedEngine:
 
     def figures(self) -> EngineFigures:
         return EngineFigures(
-            name=self.name, is_up=True, version=self.version, running=self._running, waiting=0, tokens_held=self._held,
-            kv_capacity=self._room or 0, sampled_tokens=self.sampled_tokens, prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens, preemptions=0, restarts=0,
+            name=self.name, is_up=True, version=self.version, running=self.running, waiting=0, tokens_held=self.held,
+            kv_capacity=self.room or 0, sampled_tokens=self.sampled_tokens, prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens, preemptions=0, restarts=0,
         )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def tail(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     seeds: dict[str, Iterator[int]] = {"fleet": count(), "hash": count()}
 
     def episode_s(name: str) -> float:
-        engines = [PacedEngine(f"e{n}", token_s=0.003, room=2000, prefill_s=0.0002) for n in range(8)]
+        engines = [PacedEngine(name=f"e{n}", token_s=0.003, room=2000, prefill_s=0.0002) for n in range(8)]
         router: Any = EngineFleet(engines) if name == "fleet" else Hashed(engines)
         return asyncio.run(episodes_on(router, seed=next(seeds[name]), episodes=96))
 

@@ -74,7 +74,7 @@ class NoEngineClient:
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         word = self.renderer.get_tokenizer().decode([WORD_ID])
-        self._engine = PacedEngine("e0", token_s=token_ms / 1000, word=word)
+        self._engine = PacedEngine(name="e0", token_s=token_ms / 1000, word=word)
 
     def check_admission(self, *_: Any, **__: Any) -> None: ...
 
@@ -156,7 +156,7 @@ def _engine(settings: Settings, vllm_config: Any, *, decode: Any) -> Any:
         members: list[Any] = [VLLMEngine(vllm_config, name=f"e{number}") for number in range(settings.engines)]
         return EngineFleet(members, record_death=lambda *_: None)
     word, token_s = decode([WORD_ID]), settings.token_ms / 1000
-    members = [PacedEngine(f"e{number}", token_s=token_s, word=word) for number in range(settings.paced or 1)]
+    members = [PacedEngine(name=f"e{number}", token_s=token_s, word=word) for number in range(settings.paced or 1)]
     return EngineFleet(members) if settings.paced or settings.in_fleet else members[0]
 
 

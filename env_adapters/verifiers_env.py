@@ -19,6 +19,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,19 +124,18 @@ class Channel:
             self.answers.put_nowait(None)
 
 
+@dataclass(eq=False)
 class Seat:
     """The one agent of an environment. It hands each turn through a `Channel` to the model under training and waits for its text.
 
     It stands for the package's `Agent`, `Interaction` and rollout as an environment's `run` uses them: `agents.<name>.run(task)`,
     `agents.<name>.interaction(task)` with `turn`, `trace` and `close`. Ended exchanges are added to `traces`."""
 
+    name: str
+    config: Any
+    channel: Channel
+    traces: list[Any]
     trainable = True
-
-    def __init__(self, name: str, *, config: Any, channel: Channel, traces: list[Any]) -> None:
-        self.name = name
-        self.config = config
-        self._channel = channel
-        self._traces = traces
 
     async def run(self, task: Any, **_: Any) -> Any:
         """One turn of a task that opens the conversation itself."""
@@ -146,10 +146,10 @@ class Seat:
     @asynccontextmanager
     async def interaction(self, task: Any, **_: Any) -> AsyncIterator[Exchange]:
         """An exchange turn by turn; it is scored when the context ends."""
-        exchange = Exchange(task, seat=self, channel=self._channel)
+        exchange = Exchange(task, seat=self, channel=self.channel)
         await _call(task.setup, trace=exchange.trace, runtime=None)
         yield exchange
-        self._traces.append(await exchange.close())
+        self.traces.append(await exchange.close())
 
 
 class Exchange:

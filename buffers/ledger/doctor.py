@@ -74,17 +74,17 @@ def _checksums(db: sqlite3.Connection) -> list[str]:
 
 
 def _books(db: sqlite3.Connection) -> list[str]:
-    counts = dict(db.execute("SELECT name, n FROM counter").fetchall())
+    kept = counts(db)
     counted = dict(db.execute(_COUNTED).fetchall())
     kinds = ("groups/", "scored/", "episodes/", "rounds", "tokens")
     lines = [
         f"counts: {name} is {n}, counted {counted.get(name, 0)}"
-        for name, n in counts.items()
+        for name, n in kept.items()
         if name.startswith(kinds) and n != counted.get(name, 0)
     ]
-    scored = sum(n for name, n in counts.items() if name.startswith("scored/"))
-    if scored != counts.get("episodes/scored"):
-        lines.append(f"counts: {counts.get('episodes/scored')} episodes are scored, {scored} are counted with a group")
+    scored = sum(n for name, n in kept.items() if name.startswith("scored/"))
+    if scored != kept.get("episodes/scored"):
+        lines.append(f"counts: {kept.get('episodes/scored')} episodes are scored, {scored} are counted with a group")
     for what, query in _NEVER.items():
         lines += [f"counts: {what}: {name}" for (name, *_) in db.execute(query)]
     return lines

@@ -14,19 +14,19 @@ a run without roles. The server of the walk game has the connections and their r
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
 from buffers.records import Task
 from env_adapters.relay.game import RUNNER, SCOUT, TURNS, RelayGame
-from env_adapters.walk.server import Ask, Score, ScoreClient, WalkServer, run_server
+from env_adapters.walk.server import Ask, Score, WalkServer, run_server
 
 
+@dataclass(kw_only=True, eq=False)
 class RelayServer(WalkServer):
     """Plays one episode per connection. `by_branch`: scores are of branches."""
 
-    def __init__(self, scores: ScoreClient, *, by_branch: bool = False) -> None:
-        super().__init__(scores)
-        self._by_branch = by_branch
+    by_branch: bool = False
 
     async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
         game = RelayGame(task)
@@ -37,7 +37,7 @@ class RelayServer(WalkServer):
         # The calls alternate: the last two are the scout's and the runner's.
         branches = {SCOUT: 2 * TURNS - 2, RUNNER: 2 * TURNS - 1}
         parts: list[Score] = [
-            {"score": scores[role], **({"branch": branch} if self._by_branch else {"role": role})}
+            {"score": scores[role], **({"branch": branch} if self.by_branch else {"role": role})}
             for role, branch in branches.items()
         ]
         return [*parts, {"score": scores[""]}], {}
@@ -46,7 +46,7 @@ class RelayServer(WalkServer):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Play the relay game over TCP and report scores to SERVER_URL.")
     parser.add_argument("--by", choices=("role", "branch"), default="role", help="what the scores are of")
-    run_server(parser, lambda scores, given: RelayServer(scores, by_branch=given.by == "branch"))
+    run_server(parser, lambda scores, given: RelayServer(scores=scores, by_branch=given.by == "branch"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -84,34 +85,27 @@ class ScoreClient:
         return answer
 
 
+@dataclass(kw_only=True, eq=False)
 class WalkServer:
     """Plays one episode per connection."""
 
-    def __init__(
-        self,
-        scores: ScoreClient,
-        *,
-        latency_s: float = 0.0,
-        tail: tuple[float, float] = (0.0, 1.0),
-        seed: int = 0,
-        hello_s: float = HELLO_S,
-    ) -> None:
-        """`latency_s`: time that a move takes. `tail`: (share of episodes, factor) that take `factor` times as long;
-        `seed` decides which. `hello_s`: as HELLO_S."""
-        self._scores = scores
-        self._latency_s = latency_s
-        self._tail_share, self._tail_factor = tail
-        self._seed = seed
-        self._hello_s = hello_s
-        self._playing: set[asyncio.Task[Any]] = set()
-        self._episodes: set[str] = set()
-        """Those that are being played."""
+    scores: ScoreClient
+    latency_s: float = 0.0
+    """Time that a move takes."""
+    tail: tuple[float, float] = (0.0, 1.0)
+    """(share of episodes, factor): these take `factor` times as long; `seed` decides which."""
+    seed: int = 0
+    hello_s: float = HELLO_S
+    playing: set[asyncio.Task[Any]] = field(default_factory=set)
+    """The connections."""
+    episodes: set[str] = field(default_factory=set)
+    """Those that are being played."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its key to its last line. A bad one is logged and closed; the others stay."""
         task = asyncio.current_task()
         assert task is not None
-        self._playing.add(task)
+        self.playing.add(task)
         try:
             await self._play(reader, writer)
         except (ConnectionError, TimeoutError, httpx2.HTTPError, KeyError, ValueError, TypeError) as error:
@@ -119,28 +113,28 @@ class WalkServer:
         except asyncio.CancelledError:
             pass  # the process is ending: `close` cancelled this connection
         finally:
-            self._playing.discard(task)
+            self.playing.discard(task)
             writer.close()
 
     async def close(self) -> None:
         """End every connection. Their episodes are left to the model server's deadline."""
-        for task in self._playing:
+        for task in self.playing:
             task.cancel()
-        await asyncio.gather(*self._playing)
-        await self._scores.close()
+        await asyncio.gather(*self.playing)
+        await self.scores.close()
 
     async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await asyncio.wait_for(read_line(reader), self._hello_s)
+        hello = await asyncio.wait_for(read_line(reader), self.hello_s)
         if hello is None:
             return
-        episode_id, task = await self._scores.task_of(str(hello["episode_key"]))
-        if episode_id in self._episodes:  # else an agent would find the exit on one connection, and win on another
+        episode_id, task = await self.scores.task_of(str(hello["episode_key"]))
+        if episode_id in self.episodes:  # else an agent would find the exit on one connection, and win on another
             raise ValueError(f"episode {episode_id} must be played on one connection, got another one")
-        self._episodes.add(episode_id)
+        self.episodes.add(episode_id)
         try:
             await self._play_episode(episode_id, task, reader, writer)
         finally:
-            self._episodes.discard(episode_id)
+            self.episodes.discard(episode_id)
 
     async def _play_episode(
         self, episode_id: str, task: Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -156,10 +150,10 @@ class WalkServer:
             scores, last = await self._play_game(task, ask, pause_s=self.latency_of(episode_id))
         except (ConnectionError, KeyError, ValueError, TypeError) as error:
             left = isinstance(error, ConnectionError)
-            await self._scores.report(episode_id, failed="agent left" if left else f"agent sent a bad line: {error!r}")
+            await self.scores.report(episode_id, failed="agent left" if left else f"agent sent a bad line: {error!r}")
             raise
         for score in scores:
-            await self._scores.report(episode_id, **score)
+            await self.scores.report(episode_id, **score)
         await write_line(writer, {**last, "done": True})
 
     async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
@@ -176,8 +170,8 @@ class WalkServer:
 
     def latency_of(self, episode_id: str) -> float:
         """Seconds per move of this episode."""
-        slow = tail_draw(episode_id, seed=self._seed) < self._tail_share
-        return self._latency_s * (self._tail_factor if slow else 1.0)
+        share, factor = self.tail
+        return self.latency_s * (factor if tail_draw(episode_id, seed=self.seed) < share else 1.0)
 
 
 def tail_draw(episode_id: str, *, seed: int) -> float:
@@ -248,7 +242,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which episodes are the slower ones")
     run_server(
         parser,
-        lambda scores, given: WalkServer(scores, latency_s=given.latency_ms / 1000, tail=given.tail, seed=given.seed),
+        lambda scores, given: WalkServer(
+            scores=scores, latency_s=given.latency_ms / 1000, tail=given.tail, seed=given.seed
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.doctor import Failures, LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
-from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS, SOLVED
+from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS, SOLVED, time_share
 from learner.reporting.run_record import CONFIG, LEDGER, MACHINE, LineFile, RunRecord, figures, read_record
 
 OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
@@ -64,9 +64,7 @@ class Evidence(RunRecord):
 
     def time_share(self, name: str) -> float | None:
         """Share that a time has in the recent steps' time; None: no recent step has it."""
-        known = [step for step in self.recent if name in step and "time/step_s" in step]
-        total = sum(max(step["time/step_s"], step[name]) for step in known)
-        return sum(step[name] for step in known) / total if total > 0 else None
+        return time_share(self.recent, name)
 
     def given_up(self, kind: str) -> tuple[int, int]:
         """Groups that were evicted for this reason, and those that were complete, these among them."""

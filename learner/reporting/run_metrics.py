@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -272,8 +272,8 @@ class History:
             "mean_policy_lag": mean("staleness/mean"),
             "episodes": int(sum(s["batch/episodes"] for s in steps)),
             "tokens_trained": int(sum(s["batch/trained_tokens"] for s in steps)),
-            "learner_idle_share": _share(steps, "time/wait_s"),
-            "engine_idle_share": _share(steps, "time/engine_idle_s"),
+            "learner_idle_share": time_share(steps, "time/wait_s"),
+            "engine_idle_share": time_share(steps, "time/engine_idle_s"),
             "step_s_mean": mean("time/step_s"),
             "publish_s_mean": mean("time/publish_s"),
             "warm_start": dict(self.warm_start),
@@ -312,9 +312,9 @@ def _equal_groups(batch: TrainBatch) -> float:
     return sum(len(some) == 1 for some in scores.values()) / len(scores)
 
 
-def _share(steps: list[dict[str, float]], name: str) -> float | None:
+def time_share(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
     """Share that a figure in seconds has in the time of the steps that have it; None: no step has it. Where a learner started again
     between two steps, the figure may be longer than the step."""
-    known = [s for s in steps if name in s]
+    known = [s for s in steps if name in s and "time/step_s" in s]
     total = sum(max(s["time/step_s"], s[name]) for s in known)
-    return sum(s[name] for s in known) / total if total else None
+    return sum(s[name] for s in known) / total if total > 0 else None

@@ -77,7 +77,7 @@ def test_the_environment_scores_each_role_and_then_the_whole(by_branch: bool, pa
     letters = dict(zip(NAMES.values(), KEYS))
 
     async def run() -> None:
-        relay = RelayServer(scores, by_branch=by_branch)  # type: ignore[arg-type]
+        relay = RelayServer(scores=scores, by_branch=by_branch)  # type: ignore[arg-type]
         server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
 

@@ -162,7 +162,7 @@ def test_a_line_that_is_nested_too_deep_is_a_bad_line_like_others(fake: FakeMode
 
 async def test_who_names_no_episode_is_sent_away() -> None:
     scores = ScoreClient("http://127.0.0.1:1", scorer_key="k")
-    walk = WalkServer(scores, hello_s=0.01)
+    walk = WalkServer(scores=scores, hello_s=0.01)
     async with await asyncio.start_server(walk.serve, "127.0.0.1", 0) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         assert await reader.read() == b""
@@ -233,14 +233,14 @@ def test_sigterm_ends_the_process_while_an_agent_is_connected(fake: FakeModelSer
 
 async def test_the_same_episodes_are_slow_on_every_run() -> None:
     scores = ScoreClient("http://127.0.0.1:1", scorer_key="k")
-    walk = WalkServer(scores, latency_s=0.1, tail=(0.25, 10.0))
+    walk = WalkServer(scores=scores, latency_s=0.1, tail=(0.25, 10.0))
     latencies = [walk.latency_of(f"{number}-0-0") for number in range(1000)]
     assert set(latencies) == {0.1, 1.0}
     assert latencies.count(1.0) == pytest.approx(250, abs=40)
     assert latencies == [
-        WalkServer(scores, latency_s=0.1, tail=(0.25, 10.0)).latency_of(f"{n}-0-0") for n in range(1000)
+        WalkServer(scores=scores, latency_s=0.1, tail=(0.25, 10.0)).latency_of(f"{n}-0-0") for n in range(1000)
     ]
-    assert WalkServer(scores, latency_s=0.1).latency_of("0-0-0") == 0.1
+    assert WalkServer(scores=scores, latency_s=0.1).latency_of("0-0-0") == 0.1
     await scores.close()
 
 
