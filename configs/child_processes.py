@@ -1,27 +1,19 @@
-"""Small parts of processes: a fork of one that has imported much, the environment of programs, temporary folders that end with
-them, and the end of a process that skips taking Python apart.
-
-Engines (`mocked_server.vllm.process.fork_server`) and the learner's ranks (`learner.training.forked_ranks`) are forked of such a
-process, which has imported what takes them seconds. It stands here because both may import this folder. Linux only; who forks is
-its process's main thread and has no other threads.
+"""Small parts of processes: the environment of programs, temporary folders that end with them, and the end of a process that skips
+taking Python apart. How our own processes are started stands in `configs.fork_server`.
 """
 
 from __future__ import annotations
 
 import atexit
 import fcntl
-import gc
 import os
 import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,8 +26,8 @@ from typing import NoReturn
 PREFIX = "understudy."
 SHORT = "/tmp"
 """A folder in which the path of a Unix socket, of at most 107 bytes, has room."""
-MAX_CHARS = 26
-"""Most characters of a folder in which every socket of a run has room: the paths of Ray's need up to 81 more."""
+MAX_CHARS = 40
+"""Most characters of a folder in which every socket of a run has room: the paths of vLLM's need up to 67 more."""
 _short = SHORT
 """The place for sockets that have no room in the folder for temporary files."""
 _removed: dict[Path, int] = {}
@@ -110,7 +102,7 @@ def remove_left_behind(place: Path) -> None:
 
 
 def _end_programs(folder: Path) -> None:
-    """End those that have this folder for their TMPDIR: an environment, Ray's agents. Linux only."""
+    """End those that have this folder for their TMPDIR: an environment, for example. Linux only."""
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or it ends now
             if f"TMPDIR={folder}".encode() in environment.read_bytes().split(b"\0"):
@@ -126,73 +118,6 @@ def _try_lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedServer:
-    """A server that `fork_server` has started."""
-
-    address: str
-    """Path of its Unix socket; only this user may connect."""
-    alive: int
-    """A descriptor of this process: once all copies of it are closed, the server reads the end of its `alive`."""
-    pid: int
-
-
-def fork_server(serve: Callable[[socket.socket, int], None]) -> ForkedServer:
-    """Fork a process that runs `serve(listener, alive)` and ends with it. `alive`: readable when this process, and all that has
-    inherited its end, have ended. Whatever `serve` raises is printed: the fork never returns into the caller's program."""
-    folder, owner = tempfile.mkdtemp(prefix="understudy-fork-", dir=socket_folder(60)), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # forks inherit what is called at the end
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = f"{folder}/listener"
-        listener.bind(address)
-        os.chmod(address, 0o600)
-        listener.listen()
-        alive_r, alive_w = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.close(alive_w)
-            code = 1
-            try:
-                serve(listener, alive_r)
-                code = 0
-            except SystemExit:
-                code = 0
-            finally:
-                if code != 0:
-                    traceback.print_exc()
-                os._exit(code)
-        os.close(alive_r)
-    return ForkedServer(address, alive_w, pid)
-
-
-@contextmanager
-def imports_kept() -> Iterator[None]:
-    """What is imported inside stays for the process's life, so Python's collector never looks through it: not while it is imported
-    (a fifth of the time that importing vLLM takes), not afterwards, and not in what is forked of this process, where each time
-    would take 0.4 s and copy its memory."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if collects:
-            gc.enable()
-
-
-def use_threads_of_environment() -> None:
-    """Compute with as many threads as OMP_NUM_THREADS says now: torch read it when it was imported, before the fork.
-
-    As OpenMP does, takes the first of a list (`4,2`), and ignores what is no number."""
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if "torch" in sys.modules and first.isdecimal() and int(first) > 0:
-        sys.modules["torch"].set_num_threads(int(first))
 
 
 def leave(code: int) -> NoReturn:
@@ -238,7 +163,7 @@ def clean_environment(extra: Mapping[str, str], *, named: Sequence[str] = ()) ->
     return {**kept, **extra}
 
 
-# The folder of our packages, for processes that Ray starts: they import them from any working directory.
+# The folder of our packages, for processes that are no forks: they import them from any working directory.
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -413,7 +413,7 @@ class LearnerConfig(Section):
     """An algorithm by name, see docs/algorithms.md: sets what its paper sets of the keys below. It takes the place of what a base
     file says of the algorithm; keys beside it, in the same file or on the command line, change it. None: the keys alone say."""
     ranks: PositiveInt = 1
-    """FSDP2 ranks (gloo on CPU, NCCL on GPU), each in its own Ray actor."""
+    """FSDP2 ranks (gloo on CPU, NCCL on GPU), each in a process of its own."""
     advantage: Literal[
         "gae",
         "grpo",

@@ -18,12 +18,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffers.errors import EngineError, UnderstudyError, WeightsError
 from configs.child_processes import python_path
 from configs.schema import Config
-from learner.checkpoints.weight_nodes import WeightNode
 from learner.checkpoints.weight_sync import EarlierVersions, Follower, RoleWeights, WeightSync
 from learner.placement.plan import in_cluster, own_node
 from learner.placement.run_nodes import RunNodes, checked, living_nodes
@@ -35,7 +34,10 @@ from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from mocked_server.vllm.hosted.program import HostSettings
-from mocked_server.vllm.hosted.ray_host import RayHost
+
+if TYPE_CHECKING:
+    from learner.checkpoints.weight_nodes import WeightNode
+    from mocked_server.vllm.hosted.ray_host import RayHost
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path, saved: Pa
         return RoleWeights(folder, roles=config.adapter_roles, saved=saved)
 
     def make_node(node_id: str, sync: WeightSync) -> WeightNode:
+        from learner.checkpoints.weight_nodes import WeightNode
+
         address = nodes.address_of(node_id)
         return WeightNode(node_id, run_folder=sync.folder, host=address, secret=sync.secret, file=sync.file)
 
@@ -97,6 +101,8 @@ class PlacedHost:
 
     async def start(self) -> str:
         """Returns its address once it listens. Raises EngineDied, EngineError."""
+        from mocked_server.vllm.hosted.ray_host import RayHost
+
         name = self._settings.name
         await self.end()
         place = await asyncio.to_thread(self._nodes.take, name)

@@ -117,8 +117,7 @@ def _main(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    from learner.placement.plan import in_cluster
-    from learner.run import check_inputs, import_ray, local_config, prepare_engine
+    from learner.run import check_inputs, local_config, prepare_engine
     from learner.startup.input_check import check_policy, refusal
 
     if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
@@ -132,7 +131,6 @@ def _main(arguments: argparse.Namespace) -> int:
     if told := refusal(lambda: check_policy(config)):
         print(f"error: {told}", file=sys.stderr)
         return 2
-    import_ray(local=not in_cluster(config.buffer.node))
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
     try:
         return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)

@@ -40,6 +40,7 @@ from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
+from configs.fork_server import interrupts_blocked
 from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
 from learner.agreement import Agreement
@@ -56,7 +57,6 @@ from learner.reporting.run_metrics import History
 from learner.reporting.run_record import MachineLog
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
-from learner.startup import ray_cluster
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.startup.run_folder import environment_files, write_config
@@ -74,7 +74,7 @@ from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
-from mocked_server.vllm.engine import free_sampling, interrupts_blocked
+from mocked_server.vllm.engine import free_sampling
 from mocked_server.vllm.engine_arguments import (
     EngineSettings,
     has_gpu,
@@ -166,7 +166,7 @@ class Pipeline:
         """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
-        self.on_ray_started: Callable[[], None] = lambda: None
+        self.on_joined: Callable[[], None] = lambda: None
 
     def stop(self) -> bool:
         """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
@@ -208,18 +208,15 @@ class Pipeline:
             )
         set_process_environment()
         with self._display.phase("starting engine and server"):
-            ray = self._start_ray(stack)
             if in_cluster(config.buffer.node):
-                await asyncio.shield(ray)
+                await self._join_cluster(stack)
             self._nodes = await asyncio.to_thread(
                 run_nodes, config, model=model, folder=self._folder, learns=self._evaluates is None
             )
             weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder, saved=self._saved_model)
             stack.push_async_callback(weights.close)
-            learner, starting = self._start_learner(stack, ray, model=model)
-            serving = await self._start_serving(
-                stack, ray, model=model, players=players, address=address, weights=weights
-            )
+            learner, starting = self._start_learner(stack, model=model)
+            serving = await self._start_serving(stack, model=model, players=players, address=address, weights=weights)
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
             engine, queue=server.prompt_queue, episodes=server.episodes, rounds=buffers.ledger,
@@ -271,20 +268,19 @@ class Pipeline:
         stack.callback(address.socket.close)
         return address
 
-    def _start_ray(self, stack: AsyncExitStack) -> asyncio.Task[None]:
-        async def start() -> None:
-            open_to_all = await asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
-            if open_to_all and not self._config.run.trusted_network:
-                self._display.note(open_to_all)
-            self.on_ray_started()
+    async def _join_cluster(self, stack: AsyncExitStack) -> None:
+        from learner.startup import ray_cluster
 
-        ray = asyncio.create_task(start(), name="start ray")
-        stack.push_async_callback(ray_cluster.stop_after, ray)
-        return ray
+        joining = asyncio.ensure_future(
+            asyncio.to_thread(interrupts_blocked()(ray_cluster.join), self._config.buffer.node)
+        )
+        stack.push_async_callback(ray_cluster.leave_after, joining)
+        open_to_all = await asyncio.shield(joining)
+        if open_to_all and not self._config.run.trusted_network:
+            self._display.note(open_to_all)
+        self.on_joined()
 
-    def _start_learner(
-        self, stack: AsyncExitStack, ray: asyncio.Task[None], *, model: Path
-    ) -> tuple[LearnerProcesses, asyncio.Task[None]]:
+    def _start_learner(self, stack: AsyncExitStack, *, model: Path) -> tuple[LearnerProcesses, asyncio.Task[None]]:
         """The learner and its start, which is not awaited here: the learn loop waits for it, agents do not."""
         config = self._config
         roles = config.adapter_roles
@@ -311,7 +307,6 @@ class Pipeline:
         stack.push_async_callback(ranks.close)
 
         async def start() -> None:
-            await asyncio.shield(ray)
             if not self._evaluates:
                 await learner.start(self._checkpoint)
                 self._display.note(await ranks.layout_line())
@@ -328,7 +323,6 @@ class Pipeline:
     async def _start_serving(
         self,
         stack: AsyncExitStack,
-        ray: asyncio.Task[None],
         *,
         model: Path,
         players: Players,
@@ -340,11 +334,9 @@ class Pipeline:
         async with asyncio.TaskGroup() as tasks:
             if players.loops is not None:
                 tasks.create_task(
-                    self._start_loop_workers(stack, ray, players.loops, model=model, address=address),
+                    self._start_loop_workers(stack, players.loops, model=model, address=address),
                     name="start loops",
                 )
-            if config.buffer.node or (self._warms_up and not has_gpu()):
-                await asyncio.shield(ray)  # the warm start takes longest: nothing gets in the way of its Ray
             buffers = await open_run_buffers(
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
@@ -447,10 +439,9 @@ class Pipeline:
         )
 
     async def _start_loop_workers(
-        self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
+        self, stack: AsyncExitStack, loops: AgentLoopManager, *, model: Path, address: Address
     ) -> None:
         rollout = self._config.rollout
-        await asyncio.shield(ray)
         stack.push_async_callback(loops.close)
         await loops.start(
             model_path=str(model),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffers.terminal import guard_output
-from configs.child_processes import imports_kept, leave, own_temporary_folder
+from configs.child_processes import leave, own_temporary_folder
 from learner.recovery.at_once import signals_end_at_once
 
 if TYPE_CHECKING:
@@ -99,21 +99,13 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     if told := refusal(lambda: check_models(config, resume=arguments.resume)):
         print(f"error: {told}", file=sys.stderr)
         return 2
-    print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
+    print("understudy: loading torch and vLLM, which takes 5 to 20 s ...", flush=True)
 
-    from learner.placement.plan import in_cluster
-    from learner.training import forked_ranks
-    from mocked_server.vllm.engine_arguments import has_gpu
+    from configs.fork_server import imports_kept
 
-    # The order of the start, and why:
-    # 1. Fork the ranks' warm process: it must not hold Ray, which reads a worker's environment while it is imported.
-    # 2. Import Ray: its services decide then whether they listen on loopback only.
-    # 3. With --keep-running import vLLM, then fork the run: a run that is started again has its imports already.
-    # 4. Fork the engines' server (`prepare_engine`), in the run's own process and before it has threads: a fork would lose them.
-    if not has_gpu():
-        forked_ranks.start()
+    # With --keep-running vLLM is imported before the run is forked: one that is started again has its imports already. The fork
+    # server (`prepare_engine`) is the run's own, and starts before that has threads: a fork would lose them.
     with imports_kept():
-        import_ray(local=not in_cluster(config.buffer.node))
         from learner.session import run_session
 
     def begin(resume: str) -> int:
@@ -372,21 +364,8 @@ def check_engine_of_others(config: Config, *, learns: bool) -> None:
         check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
 
 
-def import_ray(*, local: bool) -> None:
-    """Ray; of a `local` one, all that listens does so on loopback only. Ray decides that by this variable when it is imported, and
-    does it by itself on Windows and macOS."""
-    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    set_here = local and name not in os.environ
-    if set_here:
-        os.environ[name] = "0"
-    import learner.startup.ray_cluster  # noqa: F401
-
-    if set_here:
-        del os.environ[name]  # agents may have a Ray of their own
-
-
 def prepare_engine() -> None:
-    """Start the process that engines are forked of; before this process has other threads."""
+    """Start the process that engines, ranks and workers are forked of; before this process has other threads."""
     from mocked_server.vllm.engine import start_fork_server
 
     start_fork_server()

@@ -181,7 +181,7 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
             signal.signal(number, handler if asked or running.done() else on_signal)
 
     running = asyncio.create_task(pipeline.run(), name="pipeline")
-    pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
+    pipeline.on_joined = listen  # Ray installs a handler of its own for SIGTERM
     listen()
     try:
         await running

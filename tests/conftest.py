@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from configs import fork_server
 from mocked_server.vllm.engine_arguments import set_process_environment
-from mocked_server.vllm.process import fork_server
 
-gc.disable()  # until all tests are imported: see `configs.child_processes.imports_kept`
+gc.disable()  # until all tests are imported: see `configs.fork_server.imports_kept`
 set_process_environment()
 
 

@@ -1,9 +1,9 @@
 """`AgentLoopManager`: agent loops in worker processes, for the run (`play`) and as verl has it (`generate_sequences`).
 
-Built by `learner.pipeline`; the server's dispatcher calls `play` for each episode whose row names a loop. The workers are Ray
-actors, each with an event loop of its own, so that tools never hold up the server. A worker that dies is started again; its
-episodes fail with that reason and are tried again. Invariant: an episode is played by one worker, and cancelling `play`
-ends it there.
+Built by `learner.pipeline`; the server's dispatcher calls `play` for each episode whose row names a loop. The workers are
+children of the run, each with an event loop of its own, so that tools never hold up the server. A worker that dies is started
+again; its episodes fail with that reason and are tried again. Invariant: an episode is played by one worker, and cancelling
+`play` ends it there.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from agents.agent_loop import AgentLoopOutput
 from agents.workers.config import LoopSpec
 from agents.workers.episode_timing import Figures, LoopFigures
 from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
-from buffers.errors import AgentError
+from buffers.errors import AgentError, UnderstudyError
 from buffers.records import Task
-from buffers.remote.ray_deaths import ENDINGS, in_short, refusal
-from configs.child_processes import python_path
+from buffers.remote.actor import ActorDied, ChildActor
+from configs.fork_server import own_context
 
+TITLE = "understudy::loop_worker"
 ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 """(task, what the model said) -> score."""
 
@@ -42,7 +39,7 @@ class LoopOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    actor: Any
+    actor: ChildActor
     running: int = 0
     starting: asyncio.Future[Any] | None = None
     """Done once a worker that died is there again."""
@@ -54,7 +51,7 @@ def loop_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AgentLoopManager:
-    """Needs `ray.init` before `start`. `score_fn`: judges episodes whose loop gives no reward of its own."""
+    """`score_fn`: judges episodes whose loop gives no reward of its own."""
 
     def __init__(
         self,
@@ -93,29 +90,26 @@ class AgentLoopManager:
             loops=self._loops, model_path=model_path, server_url=server_url, worker_key=worker_key,
             prompt_length=prompt_length, response_length=response_length, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # They read the model's folder, and ask a server that listens on loopback.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})(AgentLoopWorker)
-        self._make_actor = partial(actor.remote, settings)
+        context = own_context({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+        self._make_actor = partial(ChildActor, context, TITLE, AgentLoopWorker, settings)
         self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
-        try:
-            await asyncio.gather(*(worker.actor.ready.remote() for worker in self._workers))
-        except (RayTaskError, *ENDINGS) as error:
-            cause = getattr(error, "cause", None) or refusal(error) or in_short(error)
+        settled = await asyncio.gather(
+            *(worker.actor.call("ready") for worker in self._workers), return_exceptions=True
+        )
+        if error := next((each for each in settled if isinstance(each, BaseException)), None):
             await self.close()
-            raise AgentError(f"agents.loops cannot be started: {cause}") from error
+            raise AgentError(f"agents.loops cannot be started: {error}") from error
 
     async def close(self) -> None:
         """End the workers."""
         workers, self._workers = self._workers, []
-        closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in workers]
+        closing = [worker.actor.call("close") for worker in workers]
         if closing:
             await asyncio.wait(closing, timeout=5.0)
         for call in closing:
             call.cancel()
         for worker in workers:
-            ray.kill(worker.actor)
+            worker.actor.kill()
 
     async def play(self, task: Task, *, api_key: str, seed: int) -> LoopOutcome:
         """Play and judge one episode under its key. Raises AgentError with the reason when there is nothing to judge."""
@@ -135,36 +129,32 @@ class AgentLoopManager:
         order, a failed one with its `error`. Nothing is recorded in a ledger: the outputs are the data.
         """
         first = self._workers[0].actor
-        await first.wake_up.remote()
+        await first.call("wake_up")
         try:
             share = max(1, -(-len(rows) // len(self._workers)))
             chunks = [rows[start : start + share] for start in range(0, len(rows), share)]
             calls = [
-                worker.actor.generate_sequences.remote(
-                    [loop_row(row) for row in chunk], sampling_params=self._sampling_params
+                worker.actor.call(
+                    "generate_sequences", [loop_row(row) for row in chunk], sampling_params=self._sampling_params
                 )
                 for worker, chunk in zip(self._workers, chunks, strict=False)
             ]
             return [result for chunk in await asyncio.gather(*calls) for result in chunk]
         finally:
-            await first.sleep.remote()
+            await first.call("sleep")
 
     async def _run(self, agent_name: str, row: Mapping[str, Any], *, api_key: str) -> LoopResult:
         worker = await self._least_loaded()
         worker.running += 1
-        call = worker.actor.run_agent_loop.remote(
-            agent_name, row, sampling_params=self._sampling_params, api_key=api_key
-        )
         try:
-            result: LoopResult = await call
+            result: LoopResult = await worker.actor.call(
+                "run_agent_loop", agent_name, row, sampling_params=self._sampling_params, api_key=api_key
+            )
             return result
-        except asyncio.CancelledError:
-            ray.cancel(call)
-            raise
-        except ENDINGS as error:
+        except ActorDied as error:
             self._start_again(worker)
-            raise AgentError(f"the agent loop's worker process died and is started again: {in_short(error)}") from error
-        except RayTaskError as error:
+            raise AgentError(f"the agent loop's worker process died and is started again: {error}") from error
+        except UnderstudyError as error:
             raise AgentError(f"the agent loop's worker process refused the episode: {error}") from error
         finally:
             worker.running -= 1
@@ -172,7 +162,7 @@ class AgentLoopManager:
     def _start_again(self, worker: _Worker) -> None:
         if worker.starting is None or worker.starting.done():
             worker.actor = self._make_actor()
-            worker.starting = asyncio.ensure_future(worker.actor.ready.remote())
+            worker.starting = worker.actor.call("ready")
 
     async def _least_loaded(self) -> _Worker:
         """One of the living workers; waits while all of them are being restarted."""

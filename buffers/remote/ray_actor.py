@@ -1,149 +1,140 @@
-"""The ledger in a process of its own: a detached Ray actor on the node that has the disk, and the handle to it.
+"""Objects and functions on the nodes of a Ray cluster, and what Ray's errors of them say.
 
-Started by `learner.startup.run_buffers`, used through `remote_ledger`. Invariants: it never leaves its node; when its process
-dies Ray starts it again there, and what was acknowledged is in the file: running episodes and leases stay. Ray starts, finds
-and ends the process; what is asked of the ledger, and what it answers, goes over the wire (`ledger_server`), and none of it
-through Ray's object store.
+Used by whatever places something there. Ray starts, finds and ends the processes; what they answer one another goes over the wire.
+It reads Ray's words: what a constructor raised comes as text only, and so does what held the memory of a machine.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from itertools import dropwhile
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from buffers.errors import UnderstudyError
-from buffers.remote.host import OPEN_S, LedgerAddress, LedgerGone, LedgerHost
+from buffers.remote.actor import REFUSALS, Actor, ActorDied, ActorRefused, CallFailed
 
-NAMESPACE = "understudy"
-START_S = 120.0
-IN_USE_S = 5.0
-"""A ledger that has had no request for events for so long has no user."""
-
-
-class LedgerActor(LedgerHost):
-    """The host in its Ray actor."""
-
-    def __init__(self, path: Path, **settings: Any) -> None:
-        context = ray.get_runtime_context()
-        super().__init__(path, node_id=context.get_node_id(), again=context.was_current_actor_reconstructed, **settings)
+ENDINGS = (RayActorError, ActorUnschedulableError, OutOfMemoryError)
+"""Errors of an actor that is no more: of its process, of its place, and of Ray's memory monitor."""
+OURS = ("agents.", "buffers.", "configs.", "env_adapters.", "learner.", "mocked_server.")
+"""Modules whose errors are this project's."""
+SHOWN_USERS = 3
+MOST_CHARS = 60
+_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
+_OWN_MEMORY = re.compile(r"Selected to kill: .*actual memory used=([\d.]+)GB")
+_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
-class ActorHandle:
-    """The actor from another process. Raises LedgerGone when it has ended for good."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def where(self) -> LedgerAddress:
-        """Waits while it is being started again. Raises LedgerGone when that takes more than `START_S`, or has no end."""
-        # Asking twice is asking once: Ray may repeat it, and holds it until the actor is there.
-        try:
-            where: LedgerAddress = ray.get(self._actor.where.options(max_task_retries=-1).remote(), timeout=START_S)
-        except RayError as error:  # also: its node died, no answer within that time
-            raise LedgerGone(
-                f"the ledger's process must run, but ended for good: {error}; resume with --resume auto"
-            ) from error
-        return where
-
-    def idle_s(self) -> float:
-        """Seconds since its last use."""
-        idle_s = START_S  # if it is dead, or stuck
-        with suppress(RayError):
-            idle_s = self._get(self._actor.idle_s.options(max_task_retries=-1).remote(), timeout_s=START_S)
-        return idle_s
-
-    def open(self) -> None:
-        """Raises what opening the file raises; UnderstudyError when its node does not start it."""
-        try:
-            self._get(self._actor.open.options(max_task_retries=-1).remote(), timeout_s=START_S)
-        except RayError as error:  # also: not within that time
-            raise UnderstudyError(
-                f"the ledger's process must start within {START_S:.0f} s, but did not: {error}; see the logs of Ray on its node"
-            ) from error
-
-    def end(self) -> None:
-        """Close the file and end the actor for good. Idempotent."""
-        # Dead already, or so busy that its process is ended as it is: nothing acknowledged is lost.
-        with suppress(UnderstudyError, RayError):
-            self._get(self._actor.close.remote(), timeout_s=OPEN_S)
-        ray.kill(self._actor)
-        with suppress(LedgerGone):
-            self.where()  # until Ray knows that it is dead, and its name is free
-
-    def _get(self, answer: Any, *, timeout_s: float | None) -> Any:
-        try:
-            return ray.get(answer, timeout=timeout_s)
-        except RayTaskError as error:
-            cause = error.cause
-            raise (cause if isinstance(cause, UnderstudyError) else error) from None
+class ActorUnplaced(ActorDied):
+    """No node has room for the actor, or its node is gone."""
 
 
-def start_actor(
-    path: Path,
+def on_node(
+    node_id: str | None,
     *,
-    node_id: str,
-    host: str,
-    secret: bytes,
     environment: Mapping[str, str],
-    trusted: bool = False,
-    drop_zero_variance: bool = False,
-    resume_episodes: bool = False,
-    is_new: bool = False,
-) -> ActorHandle:
-    """Start the actor of the ledger at `path` on this node; one that an earlier process left behind is ended first.
+    num_gpus: int = 0,
+    bundle: tuple[Any, int] | None = None,
+) -> dict[str, Any]:
+    """Ray's options of what runs there. `bundle`: (placement group, index of its bundle), in place of a node; with neither Ray
+    chooses. `environment`: of its process; `num_gpus`: cards that Ray counts for it, on a machine without any 0."""
+    strategy: Any = None
+    if bundle is not None:
+        strategy = PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
+    elif node_id is not None:
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {
+        "num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": dict(environment)},
+    }  # fmt: skip
 
-    `host`: where its server listens; `trusted`: nobody else is on that network. `environment`: of its process. `is_new`: there
-    must be no file yet. Raises UnderstudyError when the ledger is in use, or cannot be opened.
-    """
-    _end_earlier(path, node_id=node_id)
-    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(LedgerActor).options(
-        name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
-        scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
-    ).remote(
-        path, secret=secret, host=host, trusted=trusted, drop_zero_variance=drop_zero_variance,
-        resume_episodes=resume_episodes, is_new=is_new,
-    )  # fmt: skip
-    handle = ActorHandle(actor)
+
+class RayActor(Actor):
+    """`make(*arguments, **options)` where `place` (`on_node`) says."""
+
+    def __init__(self, place: Mapping[str, Any], make: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        self.handle = ray.remote(make).options(max_restarts=0, **place).remote(*arguments, **options)
+        """Ray's own."""
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(_answer(getattr(self.handle, method).remote(*arguments, **options)))
+
+    def ready(self) -> asyncio.Future[Any]:
+        return self.call("__ray_ready__")
+
+    def kill(self) -> None:
+        ray.kill(self.handle)
+
+
+def called_on(place: Mapping[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Ray's reference to what the function gives there; `answer_of` waits for it."""
+    return ray.remote(function).options(max_retries=0, **place).remote(*arguments)
+
+
+def stored_once(value: object) -> Any:
+    """The value as an argument of calls of several actors."""
+    return ray.put(value)
+
+
+async def _answer(reference: Any) -> Any:
     try:
-        handle.open()
-    except UnderstudyError:
-        handle.end()
-        raise
-    return handle
+        return await reference
+    except RayError as error:
+        raise meaning(error) from None
 
 
-def find_actor(path: Path, *, node_id: str) -> ActorHandle:
-    """The actor of the ledger at `path` on this node, for a process elsewhere in the cluster. Raises LedgerGone."""
+def answer_of(reference: Any, *, timeout_s: float) -> Any:
+    """What was called, for threads. Raises as an actor's `call`, and UnderstudyError after this time."""
     try:
-        return ActorHandle(ray.get_actor(_name(path, node_id=node_id), namespace=NAMESPACE))
-    except ValueError as error:
-        raise LedgerGone(
-            f"ledger {path} must have an actor on node {node_id}, got none; start its run first"
-        ) from error
+        return ray.get(reference, timeout=timeout_s)
+    except RayError as error:
+        raise meaning(error) from None
 
 
-def _name(path: Path, *, node_id: str) -> str:
-    return f"ledger {node_id} {path}"
+def meaning(error: RayError) -> UnderstudyError:
+    """The error that an `Actor` raises in place of Ray's."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, UnderstudyError) else CallFailed(f"{type(cause).__name__}: {cause}")
+    if (refused := refusal(error)) is not None:
+        return ActorRefused(refused)
+    if isinstance(error, ActorUnschedulableError):
+        return ActorUnplaced(in_short(error))
+    return (ActorDied if isinstance(error, ENDINGS) else UnderstudyError)(in_short(error))
 
 
-def _end_earlier(path: Path, *, node_id: str) -> None:
-    try:
-        earlier = find_actor(path, node_id=node_id)
-    except LedgerGone:
-        return
-    until = time.monotonic() + 2 * IN_USE_S
-    while (idle_s := earlier.idle_s()) < IN_USE_S:
-        if time.monotonic() > until:
-            raise UnderstudyError(
-                f"ledger {path} must have one user, got another run that has it open; end that run first"
-            )
-        time.sleep(IN_USE_S - idle_s)
-    earlier.end()
+def refusal(error: BaseException | None) -> str | None:
+    """The sentence with which the actor's constructor refused what it was given, as another start would too. None: it did not."""
+    if not (isinstance(error, RayActorError) and error.actor_init_failed):
+        return None
+    raised = _raised(error)
+    name, _, sentence = raised.partition(": ")
+    if name.startswith(OURS):
+        return sentence
+    return raised if name in REFUSALS else None
+
+
+def _raised(error: RayActorError) -> str:
+    """What the constructor raised, as `Class: text`, out of Ray's words and the calls that led there."""
+    lines = str(error).splitlines()
+    last_call = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=0)
+    return "\n".join(dropwhile(lambda line: line.startswith(" "), lines[last_call + 1 :]))
+
+
+def in_short(error: BaseException) -> str:
+    """Why the actor ended, in one line."""
+    text = _raised(error) if isinstance(error, RayActorError) and error.actor_init_failed else str(error)
+    if (memory := _MEMORY.search(text)) is None:
+        return " ".join(text.split())
+    own = _OWN_MEMORY.search(text)
+    users = [f"{size} GB {command.strip()[:MOST_CHARS]} ({pid})" for pid, size, command in _USER.findall(text)]
+    return (
+        f"Ray's memory monitor ended it, as {memory[1]} of the machine's {memory[2]} GB were taken: "
+        + (f"{own[1]} GB by itself; " if own else "")
+        + f"most by {', '.join(users[:SHOWN_USERS])}"
+    )

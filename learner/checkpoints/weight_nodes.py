@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from buffers.errors import UnderstudyError, WeightsError
+from buffers.remote.actor import ActorDied, CallFailed
+from buffers.remote.ray_actor import RayActor, on_node
 from buffers.weights.node_weights import NodeWeights, folder_on
 from configs.child_processes import python_path
 
@@ -27,15 +25,9 @@ class WeightNode:
         self.folder = folder_on(run_folder, node_id)
         self.address = ""
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        options = {
-            "num_cpus": 0,
-            "max_restarts": 0,
-            "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": environment},
-        }
-        self._actor = ray.remote(NodeWeights).options(**options).remote(
-            self.folder, host=host, secret=secret, file=file, python_path=python_path()
+        self._actor = RayActor(
+            on_node(node_id, environment=environment), NodeWeights, self.folder, host=host, secret=secret, file=file,
+            python_path=python_path(),
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -60,17 +52,16 @@ class WeightNode:
             await self._ask("close")
         except WeightsError:
             pass  # its node is gone, and its memory with it
-        ray.kill(self._actor)
+        self._actor.kill()
 
     async def _ask(self, method: str, *arguments: object, **named: object) -> Any:
         try:
-            return await getattr(self._actor, method).remote(*arguments, **named)
-        except RayTaskError as error:
-            cause = error.cause
-            raise WeightsError(
-                str(cause) if isinstance(cause, UnderstudyError) else f"the weights on node {self.id}: {error}"
-            ) from None
-        except RayError as error:
+            return await self._actor.call(method, *arguments, **named)
+        except ActorDied as error:
             raise WeightsError(
                 f"the weights on node {self.id} must be reached, but are not: {error}; look after that node"
             ) from error
+        except CallFailed as error:
+            raise WeightsError(f"the weights on node {self.id}: {error}") from None
+        except UnderstudyError as error:
+            raise WeightsError(str(error)) from None

@@ -13,11 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from buffers.errors import EngineError, UnderstudyError
+from buffers.remote.actor import CallFailed
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.placement.plan import EnginePlace, Node, Placement, next_engine, of_this_machine, place, place_run
@@ -155,6 +152,7 @@ class RunNodes:
             return [
                 RankAt(
                     node_id="" if rank.node == 0 else self.nodes[rank.node].id,
+                    ray_node=self.nodes[rank.node].id,
                     address=self.nodes[rank.node].address,
                     device=devices[rank.card]
                     if (devices := self.nodes[rank.node].devices) and rank.card is not None
@@ -196,6 +194,8 @@ class NodeReport:
 
 def living_nodes(own: Node) -> list[Node]:
     """All living nodes, the run's own first; the others have no cards yet. `own`: its cards."""
+    import ray
+
     here = ray.get_runtime_context().get_node_id()
     found = []
     for each in sorted(ray.nodes(), key=lambda each: (each["NodeID"] != here, each["NodeManagerAddress"])):
@@ -226,21 +226,21 @@ def checked(node: Node, *, paths: Sequence[Path]) -> Node:
 
 
 def _ask(node: Node, paths: Sequence[str]) -> NodeReport:
+    from buffers.remote.ray_actor import answer_of, called_on, on_node
+
     # Without this Ray hides all cards from what asked for none.
     environment = {"PYTHONPATH": python_path(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    asking = ray.remote(
-        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-        runtime_env={"env_vars": environment},
-    )(_report).remote(paths)  # fmt: skip
     try:
-        answer: NodeReport = ray.get(asking, timeout=ASK_S)
+        answer: NodeReport = answer_of(
+            called_on(on_node(node.id, environment=environment), _report, paths), timeout_s=ASK_S
+        )
         return answer
-    except RayTaskError as error:
+    except CallFailed as error:
         raise UnderstudyError(
             f"node {node.address} must have this project where this node has it ({python_path().split(':')[0]}), with the same "
-            f"packages, and does not: {type(error.cause).__name__}: {error.cause}; install it there, or end Ray there"
+            f"packages, and does not: {error}; install it there, or end Ray there"
         ) from None
-    except RayError as error:
+    except UnderstudyError as error:
         raise UnderstudyError(f"node {node.address} must answer, and does not: {error}; look after it") from error
 
 

@@ -1,6 +1,6 @@
 """Checks of what a configuration names, made before anything of a run exists: task files, model, programs.
 
-Called by `learner.run` before torch, Ray and vLLM are imported, before a run folder is made and before an earlier run is moved
+Called by `learner.run` before torch and vLLM are imported, before a run folder is made and before an earlier run is moved
 aside; the rules for files are also those of `learner.startup.model_and_tasks`. Invariants: nothing is written; a message begins
 with the configuration key and has the absolute path. What `data.make` is to write is not asked for.
 """

@@ -16,13 +16,11 @@ from typing import Protocol
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Episode, Position, Round
-from buffers.remote.ray_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from buffers.tasks.task_pool import TaskPool
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.checkpoints.store import Checkpoint
-from learner.startup.ray_cluster import find_node
 from learner.startup.run_folder import LEDGER
 
 EVALUATED = 256
@@ -182,6 +180,9 @@ def _open_remote(
     drop_zero_variance: bool,
     resume_episodes: bool,
 ) -> Ledger:
+    from buffers.remote.ledger_actor import start_actor
+    from learner.startup.ray_cluster import find_node
+
     node_id, address = find_node(node)
     key = secret(host=address)
     actor = start_actor(

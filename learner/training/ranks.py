@@ -1,4 +1,4 @@
-"""All ranks of the learner as one object: Ray actors, each a plain `Trainer` in its own process.
+"""All ranks of the learner as one object: actors, each a plain `Trainer` in its own process, which Ray places in a cluster.
 
 Used by `learner.pipeline`, on its event loop. Invariant: a call reaches all ranks or none is left running: when one
 fails or dies, the error names the rank and the others are ended (they would wait in a collective without end). No
@@ -17,27 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from buffers.errors import StorageFull, UnderstudyError
 from buffers.records import TrainBatch
-from buffers.remote.ray_deaths import died, in_short, refusal
+from buffers.remote.actor import Actor, ActorDied, ActorRefused, ChildActor
 from buffers.weights.node_weights import same_on
 from configs.child_processes import python_path
+from configs.fork_server import own_context
 from configs.schema import LearnerConfig, WarmStartConfig
 from learner.checkpoints.store import Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.token_figures import TokenFigures
-from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
 
 GRACE_S = 5.0
 """Seconds after a first failure in which others may still report theirs: a peer's complaint can precede a death."""
-
-
 NODE_GRACE_S = 60.0
 """The same where ranks are on other nodes: Ray takes as long to know that a node is gone."""
 PORTS = range(20_000, 30_000)
@@ -46,8 +40,8 @@ WARM_START_BATCH = 32
 """Traces in one update of the warm start."""
 LOOK_S = 0.2
 """Seconds between looks at whether they live."""
-_READY = "__ray_ready__"
-"""Ray's own method, which answers once the actor is built."""
+TITLE = "understudy::learner_rank"
+_START = "start"
 
 
 class RankFailed(UnderstudyError):
@@ -63,7 +57,9 @@ class RankAt:
     """The place of one rank."""
 
     node_id: str = ""
-    """Ray's name of its node; empty: the run's own."""
+    """Ray's name of its node, where that is not the run's own."""
+    ray_node: str = ""
+    """Ray's name of its node; empty: the run is in no cluster, and starts the rank itself."""
     address: str = "127.0.0.1"
     """The node's, for the ranks of other nodes."""
     device: str = ""
@@ -73,8 +69,7 @@ class RankAt:
 
 
 class LearnerRanks:
-    """Needs `ray.init` before `start`. `places`: the place of each rank, asked for at each start. `trainer`: what a rank is, with
-    `more` arguments of its own."""
+    """`places`: the place of each rank, asked for at each start. `trainer`: what a rank is, with `more` arguments of its own."""
 
     def __init__(
         self,
@@ -101,7 +96,7 @@ class LearnerRanks:
         self._trainer = trainer
         self._place: Callable[[], Sequence[RankAt]] = places or (lambda: [RankAt()] * config.ranks)
         self._places: Sequence[RankAt] = ()
-        self._actors: list[Any] = []
+        self._actors: list[Actor] = []
         self._death: RankDied | None = None
         """Why there are none; the next call raises it as well."""
 
@@ -115,28 +110,30 @@ class LearnerRanks:
         port = await self._free_port(first, host=first.address if spread else "127.0.0.1")
         address = f"{first.address if spread else '127.0.0.1'}:{port}"
         for rank, place in enumerate(self._places):
-            group = {"address": address, "rank": rank, "world_size": len(self._places)}
+            group = {"address": address, "world_size": len(self._places)}
             device = "cuda:0" if place.device else "cpu"  # a rank sees its own card only
-            actor = _actor_class(place, of=self._trainer)
-            self._actors.append(actor.remote(self._config, **self._settings, device=device, **group))
-        await self._all(_READY)
+            self._actors.append(
+                _actor(place, self._trainer, rank, self._config, **self._settings, device=device, **group)
+            )
+        await self._until_all(_START, [actor.ready() for actor in self._actors])
 
     async def _free_port(self, first: RankAt, *, host: str) -> int:
         """A port on the first rank's node."""
         if not first.node_id:
             return free_port(host)
-        strategy = NodeAffinitySchedulingStrategy(first.node_id, soft=False)
-        ask = ray.remote(num_cpus=0, scheduling_strategy=strategy, runtime_env=_runtime({}))(free_port)
+        from buffers.remote.ray_actor import answer_of, called_on, on_node
+
+        place = on_node(first.node_id, environment={"PYTHONPATH": python_path()})
         try:
-            return int(await ask.remote(host))
-        except RayError as error:
+            return int(await asyncio.to_thread(answer_of, called_on(place, free_port, host), timeout_s=NODE_GRACE_S))
+        except UnderstudyError as error:
             raise RankDied(f"node {first.node_id} must have rank 0 of the learner, and cannot: {error}") from error
 
     async def until_dead(self) -> None:
         """Watches ranks that have nothing to do: raises RankDied as soon as one has died."""
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._all(_READY)
+            await self._until_all(_START, [actor.ready() for actor in self._actors])
 
     async def warm_start(
         self, traces_path: Path, *, steps: int, lr: float, seed: int, batch_size: int = WARM_START_BATCH
@@ -145,8 +142,12 @@ class LearnerRanks:
         return await self._first("warm_start", traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """See `Trainer.train_step`. The batch is stored once for all ranks."""
-        stored = await asyncio.to_thread(ray.put, batch)
+        """See `Trainer.train_step`."""
+        stored: Any = batch
+        if any(place.ray_node for place in self._places):
+            from buffers.remote.ray_actor import stored_once
+
+            stored = await asyncio.to_thread(stored_once, batch)
         return await self._first("train_step", stored, version=version)
 
     async def token_figures(self) -> TokenFigures | None:
@@ -221,16 +222,19 @@ class LearnerRanks:
                 f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
             )
         own: Sequence[tuple[Any, ...]] = [()] * len(self._actors) if each is None else [(one,) for one in each]
-        calls = [
-            asyncio.ensure_future(getattr(actor, method).remote(*more, *args, **options))
-            for actor, more in zip(self._actors, own, strict=True)
-        ]
+        return await self._until_all(
+            of or method,
+            [actor.call(method, *more, *args, **options) for actor, more in zip(self._actors, own, strict=True)],
+        )
+
+    async def _until_all(self, what: str, calls: list[asyncio.Future[Any]]) -> list[Any]:
+        """The answers. `what`: the name of the calls in errors."""
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if any(call.exception() for call in done):
-            await self._fail(of or method, calls)
+            await self._fail(what, calls)
         return [call.result() for call in calls]
 
-    async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:
+    async def _fail(self, what: str, calls: list[asyncio.Future[Any]]) -> None:
         """Names the rank to blame, ends all ranks and raises."""
         await self._until_a_death(calls, timeout_s=NODE_GRACE_S if any(at.node_id for at in self._places) else GRACE_S)
         self.kill()
@@ -238,17 +242,15 @@ class LearnerRanks:
         for call in calls:
             call.cancel()
         for error in failures.values():  # first: the others may complain that they lost this one
-            if (refused := refusal(error)) is not None:
-                raise RankFailed(refused) from error
-        deaths = [rank for rank, error in failures.items() if died(error)]
+            if isinstance(error, ActorRefused):
+                raise RankFailed(str(error)) from error
+        deaths = [rank for rank, error in failures.items() if isinstance(error, ActorDied)]
         rank = min(deaths or failures)
         error = failures[rank]
-        cause = getattr(error, "cause", None)  # what the rank raised, out of Ray's wrapping
-        what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
-        kind = RankDied if deaths else RankFailed
-        failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause or in_short(error)}; the learner has ended")
+        kind, how = (RankDied, "died") if deaths else (RankFailed, "failed")
+        failure = kind(f"learner rank {rank} of {len(calls)} {how} in {what}: {error}; the learner has ended")
         self._death = failure if isinstance(failure, RankDied) else None
-        raise failure from cause or error
+        raise failure from error
 
     async def _until_a_death(self, calls: Sequence[asyncio.Future[Any]], *, timeout_s: float) -> None:
         """Returns when a rank is known to have died, or all have answered."""
@@ -256,33 +258,26 @@ class LearnerRanks:
         waiting = set(calls)
         while waiting and (left := until - time.monotonic()) > 0:
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if any(died(call.exception()) for call in done):
+            if any(isinstance(call.exception(), ActorDied) for call in done):
                 return
 
     def kill(self) -> None:
         """Ends the processes at once."""
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._actors = []
 
 
-def _runtime(environment: Mapping[str, str]) -> dict[str, Any]:
-    return {"env_vars": {"PYTHONPATH": python_path(), **environment}}
+def _actor(place: RankAt, trainer: Callable[..., Trainer], rank: int, *arguments: Any, **options: Any) -> Actor:
+    environment = {"CUDA_VISIBLE_DEVICES": place.device} if place.device else {"OMP_NUM_THREADS": "1"}
+    if not place.ray_node:
+        return ChildActor(own_context(environment), f"{TITLE}_{rank}", trainer, *arguments, rank=rank, **options)
+    from buffers.remote.ray_actor import RayActor, on_node
 
-
-def _actor_class(place: RankAt, *, of: Callable[..., Trainer]) -> Any:
-    """Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`)."""
-    if place.device:
-        environment = {"CUDA_VISIBLE_DEVICES": place.device, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    else:
-        environment = {"OMP_NUM_THREADS": "1"}
-    forked = {} if place.node_id else launcher()  # the warm process is this machine's
-    node_id = place.node_id or ray.get_runtime_context().get_node_id()
-    return ray.remote(
-        num_cpus=0, num_gpus=place.num_gpus,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        runtime_env={**_runtime(environment), **forked},
-    )(of)  # fmt: skip
+    # Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`).
+    environment |= {"PYTHONPATH": python_path(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    on = on_node(place.ray_node, environment=environment, num_gpus=place.num_gpus)
+    return RayActor(on, trainer, *arguments, rank=rank, **options)
 
 
 def free_port(host: str) -> int:

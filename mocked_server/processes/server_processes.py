@@ -23,16 +23,15 @@ from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
 from buffers.records import Round
+from configs.fork_server import interrupts_blocked, own_context
 from mocked_server.http.attribution import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
 from mocked_server.processes import program
 from mocked_server.processes.prompt_host import PromptHost, RunServer
 from mocked_server.processes.server_process import ProcessSettings
-from mocked_server.vllm.engine import interrupts_blocked
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.outputs import VLLMCodec
-from mocked_server.vllm.process.fork_server import server_context
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +235,7 @@ class _Child:
     def __init__(self, settings: ProcessSettings, sock: socket.socket) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs, interrupts_blocked():
-            self._process = server_context().Process(
+            self._process = own_context().Process(
                 target=program.main,
                 args=(settings, sock, theirs),
                 name=f"server process {settings.process}",

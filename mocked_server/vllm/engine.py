@@ -14,13 +14,12 @@ import asyncio
 import logging
 import re
 import shutil
-import signal
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from copy import copy
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -30,14 +29,15 @@ from typing import Any
 import psutil
 
 from buffers.errors import EngineDied, EngineError
-from configs.child_processes import imports_kept, socket_folder
+from configs import fork_server
+from configs.child_processes import socket_folder
+from configs.fork_server import imports_kept, interrupts_blocked
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import engine_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.engine_requests import continued, given_up, interrupted, never_began, refusal_of
-from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_health import (
     DEAF,
     STOPPED,
@@ -50,7 +50,7 @@ from mocked_server.vllm.process.engine_health import (
     oom_kills,
     processor_time,
 )
-from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
+from mocked_server.vllm.process.fork_server import engines_of_ours
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +87,7 @@ def start_fork_server() -> None:
     """Engines of this process start in a quarter of the time afterwards. Called by its main thread before it has others."""
     import_engine()
     if not has_gpu():  # CUDA may not be forked
-        with interrupts_blocked():
-            fork_server.start()
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside (by this thread) never receive Ctrl-C of the terminal: it is this process that stops them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        fork_server.start()
 
 
 class EngineBase(ABC):
@@ -344,7 +333,7 @@ class VLLMEngine(EngineBase):
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = None
         try:
-            with interrupts_blocked(), engines_see(self._devices), engines_of_ours(self._folder) as self._processes:
+            with interrupts_blocked(), engines_of_ours(self._folder, devices=self._devices) as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
                     config,
                     disable_log_stats=True,

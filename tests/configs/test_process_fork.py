@@ -1,4 +1,4 @@
-"""Rules of configs/child_processes.py: a server is forked whatever the name of the folder for temporary files."""
+"""Rules of configs/fork_server.py: a server is forked whatever the name of the folder for temporary files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import os, socket
-from configs.child_processes import fork_server, leave
+import sys
+from multiprocessing import forkserver
+from configs import fork_server
+from configs.child_processes import leave
 
-def serve(listener, alive):
-    listener.accept()[0].sendall(b"here")
-
-server = fork_server(serve)
-with socket.socket(socket.AF_UNIX) as client:
-    client.connect(server.address)
-    print(client.recv(4).decode(), server.address)
-os.waitpid(server.pid, 0)
-leave(0)
+fork_server.start()
+process = fork_server.own_context().Process(target=print, args=("here", forkserver._forkserver._forkserver_address))
+process.start()
+process.join()
+leave(process.exitcode)
 """
 
 

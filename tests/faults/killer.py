@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-PARTS = {"engine": "VLLM::EngineCore", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
+PARTS = {
+    "engine": "VLLM::EngineCore",
+    "learner": "understudy::learner_rank",
+    "environment": "walk.server",
+    "agent": "walk_agent",
+}
 """What the command lines of a run's parts hold. `run`, the fifth: the guard's child, which is called as the guard is."""
 
 
@@ -38,7 +43,6 @@ def living(guard: int, *, marks: Mapping[str, str] = PARTS) -> dict[str, list[in
             if mark in line:
                 found.setdefault(name, []).append(pid)
     forks = [pid for pid, (parent, line) in below.items() if parent == guard and " --keep-running " in line]
-    # The warm process of the learner's ranks is the guard's fork too, an older one; process ids may have wrapped around.
     ages = sorted((started, pid) for pid in forks if (started := _started_at(pid)) is not None)
     if marks is PARTS and len(ages) > 1:
         found["run"] = [ages[-1][1]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from buffers.remote.ray_actor import find_actor
+from buffers.remote.ledger_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_program import produce, tell, train
 from tests.support.processes.child_process import end_with_thread

@@ -28,7 +28,7 @@ FLEET = {
     "engine": "VLLM::EngineCore",
     "puller": "buffers.weights",
     "server": "understudy::server_process",
-    "learner": "ray::Trainer",
+    "learner": "understudy::learner_rank",
 }
 """What the command lines of a fleet's processes hold."""
 OF_KILLS = (" died", " ended with -9", " ended with 255", "{'EngineCore': -9}")

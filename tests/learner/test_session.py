@@ -34,7 +34,7 @@ class FakePipeline:
         self.config, self.folder, self.tracker, self.resume = config, folder, tracker, resume
         self.history = History(config, earlier=tracker.earlier)
         self.agreement = None
-        self.on_ray_started = lambda: None
+        self.on_joined = lambda: None
 
     async def run(self) -> None:
         (self.folder / LEDGER).touch()
@@ -164,7 +164,7 @@ def test_the_first_signal_asks_for_a_clean_stop_and_each_later_one_ends_at_once(
             assert ended == [second], "also while the loop is busy: with a chat template without end, say"
         await stopped.wait()
         if not together:
-            pipeline.on_ray_started()
+            pipeline.on_joined()
             send(second)
         async with asyncio.timeout(PATIENCE_S):
             while not ended:

@@ -72,7 +72,7 @@ def chosen(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
 def play(runs: Sequence[Run], *, folder: Path, at_once: int) -> Mapping[str, Ended]:
     """Play the runs in `folder`."""
     began = time.monotonic()
-    say(f"importing torch, Ray and vLLM took {import_everything():.1f} s")
+    say(f"importing torch and vLLM took {import_everything():.1f} s")
     ended = Starter(folder, at_once=at_once, say=say).play(runs)
     say(f"{len(ended)} runs took {time.monotonic() - began:.0f} s")
     return ended

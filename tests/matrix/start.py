@@ -1,4 +1,4 @@
-"""Starts the matrix's runs: forks of one process that has imported torch, Ray and vLLM, some at a time.
+"""Starts the matrix's runs: forks of one process that has imported torch and vLLM, some at a time.
 
 Called by `tests.matrix.__main__` and `tests.matrix.test_matrix`. Each fork calls `learner.run.main` with the arguments of a command
 line, so a run does all that a started one does but for the imports. Invariants: this process has no threads while it forks; what
@@ -35,15 +35,10 @@ NO_MEMORY = "due to the node running low on memory"
 def import_everything() -> float:
     """What each run would import, in the order of `learner.run`; seconds. Called once, before the first run."""
     began = time.monotonic()
-    from learner.training import forked_ranks
-
-    forked_ranks.start()
-    from configs.child_processes import imports_kept
-    from learner.run import import_ray
+    from configs.fork_server import imports_kept
     from mocked_server.vllm.engine import import_engine
 
     with imports_kept():
-        import_ray(local=True)
         import learner.session  # noqa: F401
 
         import_engine()

@@ -52,13 +52,10 @@ OWNERS = {
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {
-        "learner/training/ranks.py",
-        "learner/checkpoints/weight_nodes.py",
         "learner/placement/run_nodes.py",
         "learner/startup/ray_cluster.py",
-        "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
-        "buffers/remote/ray_deaths.py",
+        "buffers/remote/ledger_actor.py",
         "mocked_server/vllm/hosted/ray_host.py",
     },
     "zmq": {"buffers/wire/*.py"},
@@ -88,7 +85,7 @@ MOST_IMPORTS_OF_HELP = 150
 BORDERS = {
     ("mocked_server/generation.py", "serve"),
     ("buffers/wire/service.py", "_settle"),
-    ("learner/startup/ray_cluster.py", "_start_local"),
+    ("buffers/remote/actor.py", "_answer"),
     ("mocked_server/vllm/process/worker_extension.py", "_tried_way"),
     ("mocked_server/vllm/engine.py", "_load_published"),
     ("learner/reporting/tracker.py", "attempt"),

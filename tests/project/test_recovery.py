@@ -23,7 +23,7 @@ SLOW_MOVES = "env.command=['{python}', -m, env_adapters.walk.server, --latency-m
 """A step takes a second, so that all kills come before the last one."""
 PARTS = {
     "engine": "VLLM::",
-    "learner": "ray::Trainer",
+    "learner": "understudy::learner_rank",
     "environment": "walk.server",
     "agent": "walk_agent",
     "server": "understudy::server_process",

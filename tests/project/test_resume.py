@@ -54,7 +54,7 @@ def books_balance(run: Run, *, steps: int, groups_per_step: int = 4) -> None:
 
 def heavy(run: Run) -> list[str]:
     """Its engine and its learner, while they live."""
-    return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
+    return [line for line in run.processes() if "VLLM::" in line or "understudy::learner_rank" in line]
 
 
 def kill_run(run: Run) -> None:

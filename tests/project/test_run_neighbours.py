@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner.startup import ray_cluster
+from configs.child_processes import PREFIX
 from tests.project.test_resume import SMALL
 from tests.support.run_parts import LOOPBACK, MARK, Run, assert_nothing_left, start
 
@@ -51,14 +51,14 @@ sys.stdin.read()
 """
 
 
-def ray_folder(run: Run) -> Path:
-    """As its daemons know it."""
+def temporary_folder(run: Run) -> Path:
+    """The one that goes with it, as its programs know it."""
     for line in run.processes():
         with suppress(OSError):
             for entry in Path(f"/proc/{line.split()[0]}/environ").read_text().split("\0"):
-                if entry.startswith(f"{ray_cluster.TOKEN_PATH}="):
-                    return Path(entry.partition("=")[2]).parent
-    raise AssertionError("no process of the run has Ray's token")
+                if entry.startswith("TMPDIR=") and (folder := Path(entry.partition("=")[2])).name.startswith(PREFIX):
+                    return folder
+    raise AssertionError("no process of the run has its folder for temporary files")
 
 
 def listening(run: Run) -> dict[int, str]:
@@ -85,8 +85,8 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
         f"agents.command=['{{python}}', '{agent}', '{ROOT / 'agents/examples/walk_agent.py'}']",
     )  # fmt: skip
     run.wait_for_step(1)
-    ports, folder = listening(run), ray_folder(run)
-    assert len(ports) > 8 and set(ports.values()) <= LOOPBACK
+    ports, folder = listening(run), temporary_folder(run)
+    assert len(ports) > 4 and set(ports.values()) <= LOOPBACK
     command = [sys.executable, "-c", THROW, *map(str, ports)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None and neighbour.stdin is not None
@@ -104,10 +104,10 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
 
 
 @pytest.mark.long
-def test_a_run_that_was_killed_leaves_nothing_of_ray_behind_once_it_has_gone_on(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_leaves_no_files_behind_once_it_has_gone_on(tmp_path: Path) -> None:
     first = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
     first.wait_for_step(1)
-    left = ray_folder(first)
+    left = temporary_folder(first)
     first.kill()
     assert left.is_dir() and os.stat(left).st_mode & 0o777 == 0o700
     second = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from buffers.errors import EngineDied, EngineError, UnderstudyError
-from buffers.remote.ray_deaths import died, in_short, refusal
+from buffers.remote.actor import ActorDied, ActorRefused
+from buffers.remote.ray_actor import ActorUnplaced, RayActor, on_node
 from mocked_server.vllm.hosted.program import ChildHost, HostSettings
 
 END_S = 10.0
@@ -57,46 +56,36 @@ class RayHost:
         node_id: str | None = None,
     ) -> None:
         self._settings = settings
-        self._actor: Any = None
-        strategy: Any = None
-        if bundle is not None:
-            strategy = PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
-        elif node_id is not None:
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self._options = {
-            "num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0,
-            "runtime_env": {"env_vars": dict(environment)},
-        }  # fmt: skip
-
-    @property
-    def actor(self) -> Any:
-        """Ray's handle; None: it does not run."""
-        return self._actor
+        self.actor: RayActor | None = None
+        """None: it does not run."""
+        self._place = on_node(node_id, environment=environment, num_gpus=num_gpus, bundle=bundle)
 
     async def start(self) -> str:
         """Returns its address once it listens. Raises EngineDied when its process or its node died, else EngineError."""
         await self.end()
-        self._actor = ray.remote(HostActor).options(**self._options).remote(self._settings)
+        self.actor = RayActor(self._place, HostActor, self._settings)
+        name = f"the actor of engine {self._settings.name}"
         try:
-            address: str = await self._actor.start.remote()
-        except RayTaskError as error:
-            if isinstance(error.cause, UnderstudyError):
-                raise error.cause from None
-            raise EngineError(f"the actor of engine {self._settings.name} did not start its host: {error}") from error
-        except RayError as error:
-            name = f"the actor of engine {self._settings.name}"
-            if died(error) and not isinstance(error, ActorUnschedulableError):
-                raise EngineDied(f"{name} died while it started: {in_short(error)}") from error
-            raise EngineError(refusal(error) or f"{name} cannot be placed: {error}") from error
+            address: str = await self.actor.call("start")
+        except EngineError:
+            raise
+        except ActorUnplaced as error:
+            raise EngineError(f"{name} cannot be placed: {error}") from error
+        except ActorDied as error:
+            raise EngineDied(f"{name} died while it started: {error}") from error
+        except ActorRefused as error:
+            raise EngineError(str(error)) from error
+        except UnderstudyError as error:
+            raise EngineError(f"{name} did not start its host: {error}") from error
         return address
 
     async def end(self) -> None:
         """End it, whatever it does."""
-        actor, self._actor = self._actor, None
+        actor, self.actor = self.actor, None
         if actor is None:
             return
         try:
-            await asyncio.wait_for(actor.end.remote(), END_S)
-        except (RayError, TimeoutError):
+            await asyncio.wait_for(actor.call("end"), END_S)
+        except (UnderstudyError, TimeoutError):
             pass  # it is dead, or its node is
-        ray.kill(actor)
+        actor.kill()

@@ -1,4 +1,4 @@
-"""Agent loops in Ray workers, for the run and as verl's batch interface: real workers and HTTP, a scripted engine."""
+"""Agent loops in worker processes, for the run and as verl's batch interface: real workers and HTTP, a scripted engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
 from tests.support.patience import PATIENCE_S
-from tests.support.remote.own_ray import own_ray
 from tests.support.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow]
@@ -36,20 +35,19 @@ def played(tiny_model):
     served = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
     manager = AgentLoopManager(LOOPS, num_workers=2, score_fn=lambda task, answer: float(len(answer)))
     served.loops = manager
-    with own_ray():
-        served.start()
-        try:
-            wait(
-                served,
-                manager.start(
-                    model_path=str(tiny_model), server_url=served.server.base_url, worker_key=served.server.keys.worker,
-                    prompt_length=256, response_length=256,
-                ),
-            )  # fmt: skip
-            yield served, manager
-            wait(served, manager.close())
-        finally:
-            served.stop()
+    served.start()
+    try:
+        wait(
+            served,
+            manager.start(
+                model_path=str(tiny_model), server_url=served.server.base_url, worker_key=served.server.keys.worker,
+                prompt_length=256, response_length=256,
+            ),
+        )  # fmt: skip
+        yield served, manager
+        wait(served, manager.close())
+    finally:
+        served.stop()
 
 
 def put(served, *tasks):

@@ -22,7 +22,7 @@ from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
 from buffers.records import EpisodeState
 from buffers.remote.host import LedgerGone
-from buffers.remote.ray_actor import find_actor
+from buffers.remote.ledger_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_faults import Log, check, child_environment
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
@@ -190,7 +190,7 @@ def test_a_node_that_dies_takes_its_ledger_with_it_and_says_so(nodes: Nodes, tmp
 def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_left_behind(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffers.remote.ray_actor.IN_USE_S", 2.5)
+    monkeypatch.setattr("buffers.remote.ledger_actor.IN_USE_S", 2.5)
     path = tmp_path / "ledger.sqlite"
     with open_remote(path, node_id=nodes.disk) as first:
         (episode,) = open_running(first, task=0)

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 from tests.support.learner_parts import make_model, make_trainer, walks
-from tests.support.processes import warm_runs
-from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 
 pytestmark = pytest.mark.seconds
@@ -43,12 +40,6 @@ CLOCKS = {"time/prepare_s", "time/train_s", "learner/mfu"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def _cluster() -> Iterator[None]:
-    with own_ray(num_cpus=2), warm_runs.forked_ranks_here():
-        yield
 
 
 def batches() -> list[TrainBatch]:
@@ -201,7 +192,6 @@ async def _ranks(model: Path, *, num: int) -> LearnerRanks:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_cluster")
 @pytest.mark.long
 @pytest.mark.parametrize("num", [1, 2])
 async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Path, tmp_path: Path, num: int) -> None:
@@ -223,7 +213,6 @@ async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_cluster")
 async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refused(model: Path, tmp_path: Path) -> None:
     single = make_trainer(model, **KNOBS)
     trained(single, start=0, end=2)
@@ -258,7 +247,6 @@ def test_a_disk_that_takes_no_checkpoint_is_told_and_takes_it_later(model: Path,
 
 @NEEDS_ROOT
 @pytest.mark.slow
-@pytest.mark.usefixtures("_cluster")
 async def test_ranks_live_on_where_a_disk_takes_the_checkpoint_of_none_or_of_one(model: Path, tmp_path: Path) -> None:
     ranks = await _ranks(model, num=2)
     with small_disk(tmp_path / "disk", size="24m") as disk:

@@ -16,7 +16,9 @@ class RecordingRank:
         """The card that CUDA would see, and the numbers of those that Ray counts as this process's."""
         import ray
 
-        return self._place | {"sees": os.environ.get("CUDA_VISIBLE_DEVICES"), "counted": ray.get_gpu_ids()}
+        counted = ray.get_gpu_ids() if ray.is_initialized() else []
+        threads = os.environ.get("OMP_NUM_THREADS")
+        return self._place | {"sees": os.environ.get("CUDA_VISIBLE_DEVICES"), "counted": counted, "threads": threads}
 
     def close(self) -> None:
         """As a rank does."""

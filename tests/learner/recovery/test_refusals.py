@@ -1,8 +1,7 @@
-"""Why ranks do not start, with real Ray processes: a refusal is no death."""
+"""Why ranks do not start, with real processes: a refusal is no death."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from configs.schema import LearnerConfig, WarmStartConfig
 from learner.recovery import restarts
 from learner.recovery.restarts import RestartLimit
 from learner.training.ranks import LearnerProcesses, LearnerRanks, RankDied, RankFailed
-from tests.support.remote.own_ray import own_ray
 
 REFUSED = "model.path must name a model of a known kind: got one of another;\n  name another one"
 
@@ -45,12 +43,6 @@ def processes(ranks: LearnerRanks, limit: RestartLimit) -> LearnerProcesses:
     )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with own_ray(num_cpus=2):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_path", "number", "told"),
@@ -60,7 +52,7 @@ def cluster() -> Iterator[None]:
         ("library's", 1, "ValueError: Unrecognized configuration class"),
     ],
 )
-async def test_a_refusal_comes_through_once_and_nothing_is_started_again(cluster, model_path, number, told) -> None:
+async def test_a_refusal_comes_through_once_and_nothing_is_started_again(model_path, number, told) -> None:
     limit = RestartLimit()
     with pytest.raises(RankFailed) as failed:
         await processes(ranks_of(model_path, number=number), limit).start(None)
@@ -69,7 +61,7 @@ async def test_a_refusal_comes_through_once_and_nothing_is_started_again(cluster
 
 
 @pytest.mark.slow
-async def test_what_another_start_may_mend_is_started_again(cluster, monkeypatch) -> None:
+async def test_what_another_start_may_mend_is_started_again(monkeypatch) -> None:
     monkeypatch.setattr(restarts, "MAX_IN_A_ROW", 1)
     limit = RestartLimit()
     with pytest.raises(RankDied, match="died in start: RuntimeError: the address is in use; the learner"):

@@ -48,7 +48,7 @@ def _end_two_engines(live: Live) -> None:
 
 def _end_one_after_the_other(live: Live) -> None:
     for step, (words, number) in enumerate(
-        (("judge.py", signal.SIGKILL), ("forked_ranks.py", signal.SIGKILL), ("EngineCore", signal.SIGSTOP)), start=1
+        (("judge.py", signal.SIGKILL), ("learner_rank", signal.SIGKILL), ("EngineCore", signal.SIGSTOP)), start=1
     ):
         wait_for_step(live, 2 * step)
         found = find(live, words)

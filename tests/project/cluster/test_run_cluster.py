@@ -14,7 +14,7 @@ import ray
 
 from buffers.ledger.doctor import findings
 from buffers.ledger.schema import read_database
-from buffers.remote.ray_actor import NAMESPACE, find_actor
+from buffers.remote.ledger_actor import NAMESPACE, find_actor
 from buffers.wire.address import Way, WireAddress, is_loopback
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
@@ -39,17 +39,14 @@ def knobs(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def left_in(nodes: Nodes) -> list[str]:
-    """Actors with a name, and workers with the code of a run: of a forked one, what stands for it
-    (`learner.training.forked_ranks`)."""
+    """Actors with a name, and workers with the code of a run."""
     left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             title = path.read_text()
             parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
             ours = nodes.address in Path(f"/proc/{parent}/cmdline").read_text()
-            if ours and (
-                title.startswith(("ray::Trainer", "ray::LedgerActor")) or "learner/training/forked_ranks.py" in title
-            ):
+            if ours and title.startswith(("ray::Trainer", "ray::LedgerActor")):
                 left.append(title)
     return left
 

@@ -2,9 +2,10 @@
 
 from importlib import import_module
 
-from configs.child_processes import imports_kept
+from configs.fork_server import imports_kept
 from mocked_server.vllm.engine import import_engine
 
 import_engine()
 with imports_kept():
     import_module("mocked_server.processes.program")
+    import_module("learner.training.trainer")

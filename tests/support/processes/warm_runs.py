@@ -1,4 +1,4 @@
-"""Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch, Ray and vLLM.
+"""Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch and vLLM.
 
 `start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that
 process for the whole test session, whose workers share it: `python -m tests.support.processes.warm_runs NAME`. It forks a run for
@@ -22,12 +22,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-
-from learner.training import forked_ranks
 
 ROOT = Path(__file__).parents[3]
 START_S = 300.0
@@ -35,8 +33,8 @@ START_S = 300.0
 NUMBER = struct.Struct("i")
 MARK = "UNDERSTUDY_TEST_RUN"
 """The variable that names a run; its value has 32 characters."""
-_held: dict[socket.socket, str] = {}
-"""The connection that keeps the warm process alive while this process lives, and where ranks are forked of it."""
+_held: list[socket.socket] = []
+"""The connection that keeps the warm process alive while this process lives."""
 
 
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
@@ -122,24 +120,13 @@ def _forked(
     return connection, NUMBER.unpack(answer)[0]
 
 
-@contextmanager
-def forked_ranks_here() -> Iterator[None]:
-    """The learner's ranks that this process starts inside are forked too, as those of a run are."""
-    before, forked_ranks._address = forked_ranks._address, _hold()
-    try:
-        yield
-    finally:
-        forked_ranks._address = before
-
-
-def _hold() -> str:
-    """Keep the warm process alive with this one; returns where ranks are forked of it."""
+def _hold() -> None:
+    """Keep the warm process alive with this one."""
     if not _held:
         held = _connect()
         held.sendall(b"hold\n")
-        _held[held] = held.makefile("r").readline().strip()
+        _held.append(held)
         atexit.register(held.close)
-    return next(iter(_held.values()))
 
 
 def _connect() -> socket.socket:
@@ -195,7 +182,6 @@ def serve(name: str) -> None:
                     elif (what := _line(connection)) == b"hold":
                         awaited.register(connection, selectors.EVENT_READ, data="hold")
                         held, ever = held + 1, True
-                        connection.sendall(f"{forked_ranks._address}\n".encode())
                     elif what == b"run":
                         pid = _fork(connection, awaited)
                         awaited.register(os.pidfd_open(pid), selectors.EVENT_READ, data=(pid, connection))
@@ -215,14 +201,6 @@ def serve(name: str) -> None:
 def _import_all() -> None:
     from tests.matrix.start import import_everything
 
-    take_over = forked_ranks._receive
-
-    def take_over_with_mark(launcher: socket.socket) -> list[str]:
-        arguments = take_over(launcher)
-        _set_mark(os.environ.get(MARK, ""))
-        return arguments
-
-    forked_ranks._receive = take_over_with_mark
     import_everything()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import _get_default_token_path, generate_and_save_token
 from ray.cluster_utils import Cluster
 
-from buffers.remote.ray_actor import start_actor
+from buffers.remote.ledger_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
-from tests.support.remote.own_ray import make_users_token
 
 ROOT = Path(__file__).parents[3]
 SECRET = b"s" * 32
@@ -46,6 +48,15 @@ def two_nodes() -> Iterator[Nodes]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def make_users_token() -> None:
+    """The token that Ray makes for this user where there is none, made by one process at a time: two that start Ray at once would
+    each make one, and the workers of the first be refused by it, which waits for them for ever."""
+    with (Path(tempfile.gettempdir()) / "understudy-tests-ray-token.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _get_default_token_path().exists():
+            generate_and_save_token()
 
 
 def open_remote(path: Path, *, node_id: str, **settings: Any) -> RemoteLedger:

@@ -148,8 +148,6 @@ def test_a_host_ends_with_its_parent(tiny_model: Path) -> None:
 
 @pytest.mark.long
 async def test_a_host_on_another_node_of_a_cluster_serves_and_its_actors_death_is_seen(tiny_model: Path) -> None:
-    import ray
-
     from mocked_server.vllm.hosted.ray_host import RayHost
 
     with two_nodes() as nodes:
@@ -160,10 +158,12 @@ async def test_a_host_on_another_node_of_a_cluster_serves_and_its_actors_death_i
             await engine.start()
             (told,) = plain(await outputs_of(engine, sampling(), "far"))[0].values()
             assert len(told["ids"]) == 24
-            pid = await host.actor.pid.remote()
+            actor = host.actor
+            assert actor is not None
+            pid = await actor.call("pid")
 
             async def kill() -> None:
-                ray.kill(host.actor)
+                actor.kill()
 
             lost = await lost_after(engine, kill)
             assert lost.sampled and gone(pid), "the host goes with its actor"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mocked_server.vllm.process import fork_server
+from configs import fork_server
 
 IMPORTED_AT = time.monotonic()
 

@@ -1,4 +1,5 @@
-"""Rules of mocked_server/vllm/process/fork_server.py, with children that are no engines; whole runs fork engines."""
+"""Rules of configs/fork_server.py and mocked_server/vllm/process/fork_server.py, with children that are no
+engines; whole runs fork engines."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ import psutil
 import pytest
 import torch
 
+from configs import fork_server
 from mocked_server.vllm.engine_arguments import has_gpu
-from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.fork_server import engines_of_ours
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process, gone

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from agents.workers.manager import AgentLoopManager, _Worker
-from buffers.errors import AgentError
-from buffers.records import Task
-from buffers.remote.ray_deaths import died, in_short, refusal
+from buffers.errors import TaskError
+from buffers.remote.actor import ActorDied, ActorRefused, CallFailed
+from buffers.remote.ray_actor import in_short, meaning, refusal
 
 MEMORY = (
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 4386) was 22.90GB used"
@@ -38,8 +33,7 @@ def not_built(raised: str) -> RayActorError:
 
 @pytest.mark.parametrize("error", [OutOfMemoryError(MEMORY), RayActorError(error_msg=f"The actor died.\n{MEMORY}")])
 def test_an_end_by_the_memory_monitor_is_a_death_that_one_line_tells(error: Exception) -> None:
-    assert died(error) and refusal(error) is None
-    assert in_short(error) == IN_ONE_LINE
+    assert isinstance(meaning(error), ActorDied) and str(meaning(error)) == IN_ONE_LINE
 
 
 @pytest.mark.parametrize(
@@ -54,31 +48,14 @@ def test_an_end_by_the_memory_monitor_is_a_death_that_one_line_tells(error: Exce
 )  # fmt: skip
 def test_what_a_constructor_refuses_is_no_death(raised: str, sentence: str | None) -> None:
     error = not_built(raised)
-    assert refusal(error) == sentence and died(error) == (sentence is None)
+    meant = meaning(error)
+    assert isinstance(meant, ActorDied if sentence is None else ActorRefused)
+    assert refusal(error) == sentence and str(meant) == (sentence or in_short(error))
     assert in_short(error) == " ".join(raised.split())
 
 
 def test_a_killed_process_is_a_death_and_an_error_of_a_call_is_none() -> None:
-    assert died(RayActorError(error_msg="The actor died unexpectedly.\n\tpid: 3"))
-    assert not died(ValueError("x")) and refusal(ValueError("x")) is None and not died(None)
-
-
-async def test_a_worker_of_loops_that_the_memory_monitor_ended_is_started_again() -> None:
-    """Its episode failed with that line, and is tried again."""
-
-    async def ended(*_: Any, **__: Any) -> None:
-        raise OutOfMemoryError(MEMORY)
-
-    async def ready() -> None: ...
-
-    def actor() -> Any:
-        return SimpleNamespace(run_agent_loop=SimpleNamespace(remote=ended), ready=SimpleNamespace(remote=ready))
-
-    manager = AgentLoopManager([], num_workers=1)
-    manager._make_actor = actor  # type: ignore[assignment]
-    manager._workers = [worker] = [_Worker(first := actor())]
-    with pytest.raises(AgentError, match="died and is started again: Ray's memory monitor ended it") as failed:
-        await manager.play(Task(task_id="t", prompt=[], agent_name="loop"), api_key="k", seed=0)
-    assert "\n" not in str(failed.value) and worker.actor is not first
-    assert worker.starting is not None
-    await asyncio.wait_for(worker.starting, 10.0)
+    assert isinstance(meaning(RayActorError(error_msg="The actor died unexpectedly.\n\tpid: 3")), ActorDied)
+    raised = RayTaskError("train_step", "...", ValueError("no rows"))
+    assert isinstance(meaning(raised), CallFailed) and str(meaning(raised)) == "ValueError: no rows"
+    assert meaning(RayTaskError("open", "...", ours := TaskError("a row"))) is ours
