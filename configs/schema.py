@@ -456,6 +456,9 @@ class LearnerConfig(Section):
     token_budget: PositiveInt = 8192
     """Most tokens in one forward pass; rows are packed, without padding. Where it is not set, 1024 for a pretrained model on a
     CPU."""
+    threads: PositiveInt | None = None
+    """Threads of a rank on a CPU. None: 1, which is fastest for small models and leaves the other cores to engines and agents; for a
+    pretrained model with `buffer.max_policy_lag=0`, where engines rest during an update, all cores."""
     prefix_tree: bool = True
     """Compute what rows share from their start on (a prompt, the rounds before a branch) once, where that saves a tenth or more.
     False: each row by itself, to compare; no number changes but by rounding."""

@@ -63,7 +63,7 @@ class RankAt:
     address: str = "127.0.0.1"
     """The node's, for the ranks of other nodes."""
     device: str = ""
-    """CUDA's name of its card; empty: it is on the CPU, with one thread."""
+    """CUDA's name of its card; empty: it is on the CPU."""
     num_gpus: int = 0
     """GPUs that Ray counts for it."""
 

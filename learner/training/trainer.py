@@ -128,6 +128,8 @@ class Trainer:
         self._world_size = world_size
         self._device = torch.device(device)
         self._estimator = ESTIMATORS[config.advantage]
+        if self._device.type == "cpu" and config.threads is not None:
+            torch.set_num_threads(config.threads)
         if self._device.type == "cpu" and (world_size > 1 or config.gradient_checkpointing or config.lora.rank):
             fsdp.return_large_blocks()
         self._mesh = fsdp.join(address, rank=rank, world_size=world_size, device=self._device)
