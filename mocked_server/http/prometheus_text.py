@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mocked_server.fleet.engine_rates import kv_share
+from mocked_server.fleet.engine_watch import kv_share
 from mocked_server.fleet.member import EngineFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

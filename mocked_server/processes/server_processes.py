@@ -27,9 +27,8 @@ from configs.fork_server import interrupts_blocked, own_context
 from mocked_server.http.forwarding import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
-from mocked_server.processes import program
 from mocked_server.processes.prompt_host import PromptHost, RunServer
-from mocked_server.processes.server_process import ProcessSettings
+from mocked_server.processes.server_process import READY, ProcessSettings, main
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 
@@ -236,7 +235,7 @@ class _Child:
         self._channel, theirs = socket.socketpair()
         with theirs, interrupts_blocked():
             self._process = own_context().Process(
-                target=program.main,
+                target=main,
                 args=(settings, sock, theirs),
                 name=f"server process {settings.process}",
                 daemon=True,
@@ -260,7 +259,7 @@ class _Child:
     async def until_ready(self) -> bool:
         """Whether it answers now; else it has ended."""
         with suppress(ConnectionError):
-            return await self._loop.sock_recv(self._channel, len(program.READY)) == program.READY
+            return await self._loop.sock_recv(self._channel, len(READY)) == READY
         return False
 
     async def wait(self) -> int:

@@ -158,7 +158,8 @@ async def test_a_host_on_another_node_of_a_cluster_serves_and_its_actors_death_i
             await engine.start()
             (told,) = plain(await outputs_of(engine, sampling(), "far"))[0].values()
             assert len(told["ids"]) == 24
-            assert (actor := host.actor) is not None
+            actor = host.actor
+            assert actor is not None
             pid = await actor.call("pid")
 
             async def kill() -> None:
