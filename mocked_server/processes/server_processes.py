@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
 from buffers.records import Round
-from configs.fork_server import interrupts_blocked, own_context
+from configs.fork_server import own_context
 from mocked_server.http.forwarding import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
@@ -233,7 +233,7 @@ class _Child:
 
     def __init__(self, settings: ProcessSettings, sock: socket.socket) -> None:
         self._channel, theirs = socket.socketpair()
-        with theirs, interrupts_blocked():
+        with theirs:
             self._process = own_context().Process(
                 target=main,
                 args=(settings, sock, theirs),
