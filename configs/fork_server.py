@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, process
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.context import (
     ForkContext,
     ForkProcess,
@@ -186,7 +186,7 @@ class _Child(process.BaseProcess):
 
     def start(self) -> None:
         self._starter = os.getpid()
-        with _starting:  # a new process takes the environment that this one has at that moment
+        with _starting, interrupts_blocked():  # a new process takes the environment that this one has at that moment
             before = {name: os.environ.get(name) for name in self._environment}
             os.environ.update(self._environment)
             try:
@@ -212,6 +212,10 @@ class _CopiedChild(_Child, ForkProcess):
 
 class _SpawnedChild(_Child, SpawnProcess):
     """A new interpreter, which is what vLLM does by itself once CUDA is there."""
+
+    def start(self) -> None:
+        resource_tracker.ensure_running()  # where Python starts it, it lets interrupts through again
+        super().start()
 
 
 class _ForkedChild(_Child, ForkServerProcess):

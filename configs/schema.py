@@ -244,6 +244,9 @@ class RolloutConfig(Section):
     """Engines, each in a process of its own, on this machine and on the other nodes of the cluster that RAY_ADDRESS names.
     Episodes are spread over them; when one dies, another one continues what it was sampling, and it is started again, on another
     node if its own is gone. `{fewest: 2, most: 6}`: as many as there is room for; more join as nodes do."""
+    threads: PositiveInt | None = None
+    """Threads of an engine on a CPU. None: what OMP_NUM_THREADS says, else 1; for a pretrained model with
+    `buffer.max_policy_lag=0`, where the learner waits for the engines, all cores."""
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
@@ -457,8 +460,8 @@ class LearnerConfig(Section):
     """Most tokens in one forward pass; rows are packed, without padding. Where it is not set, 1024 for a pretrained model on a
     CPU."""
     threads: PositiveInt | None = None
-    """Threads of a rank on a CPU. None: 1, which is fastest for small models and leaves the other cores to engines and agents; for a
-    pretrained model with `buffer.max_policy_lag=0`, where engines rest during an update, all cores."""
+    """Threads of a rank on a CPU. None: 1, which is fastest for small models and leaves the other cores to engines and agents; for
+    a pretrained model with `buffer.max_policy_lag=0`, where engines rest during an update, all cores."""
     prefix_tree: bool = True
     """Compute what rows share from their start on (a prompt, the rounds before a branch) once, where that saves a tenth or more.
     False: each row by itself, to compare; no number changes but by rounding."""

@@ -57,6 +57,7 @@ def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | 
                 update={"validation": validation.model_copy(update={"tasks": "", "samples": many})}
             ),
             "warm_start": config.warm_start.model_copy(update={"demonstrations": ""}),
+            "buffer": config.buffer.model_copy(update={"max_policy_lag": 0}),  # no learner works beside the engines
         }
     )
 
@@ -133,7 +134,7 @@ def _main(arguments: argparse.Namespace) -> int:
         return 2
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
     try:
-        return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
+        return _evaluate(config, weights=weights, limit=arguments.limit, prepare=partial(prepare_engine, config))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

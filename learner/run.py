@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +111,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
 
     def begin(resume: str) -> int:
         try:
-            return run_session(config, resume=resume, prepare=prepare_engine, program=program)
+            return run_session(config, resume=resume, prepare=partial(prepare_engine, config), program=program)
         except UnderstudyError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -185,6 +186,7 @@ def local_config(config: Config) -> Config:
         shape=ModelShape(**in_fork(lambda: asdict(shape_of(config.model)))),
         has_gpu=has_gpu(),
         memory_bytes=psutil.virtual_memory().total,
+        cores=len(os.sched_getaffinity(0)),
         say=lambda line: print(f"understudy: {line}", flush=True),
     )
 

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agents.external import AgentPlace, EpisodeService, exit_code, play_in_lanes
-from agents.harbor.known_agents import OUTSIDE, model_name
+from agents.harbor.start_check import OUTSIDE, model_name
 from agents.harbor.tasks import FOLDER
 from buffers.errors import EpisodeError, ScoreError
 from buffers.records import LeasedEpisode

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -166,6 +167,7 @@ class ChildActor(Actor):
 def _main(connection: Connection, title: str) -> None:
     """The child's program: does what it is asked until the pipe ends."""
     setproctitle.setproctitle(title)
+    os.setsid()  # a signal for the run's process group, or the end of its terminal, is the run's to answer
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children of its own
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)

@@ -19,7 +19,7 @@ import msgspec
 from buffers.errors import WeightsError
 from buffers.weights.puller import Puller
 from buffers.weights.puller_process import Settings
-from buffers.weights.wire_source import WireSource
+from buffers.weights.version_server import WireSource
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from buffers.errors import WeightsError
 from buffers.weights.manifest import Manifest, Piece, Tensor, safetensors_header
-from buffers.weights.room import room_for
 
 Bytes = NDArray[np.uint8]
 
@@ -95,4 +95,27 @@ def corrupt(manifest: Manifest, file: str, what: str) -> WeightsError:
     """The error of a version whose bytes are not those that were published."""
     return WeightsError(
         f"version {manifest.name}: {what} must be as in its manifest, and is not in {file}; publish it again, densely"
+    )
+
+
+# Room for weights in a folder: asked for before anything is written, so that a full /dev/shm is one clear error.
+
+
+@contextmanager
+def room_for(num_bytes: int, *, folder: Path, what: str) -> Iterator[None]:
+    """Write `num_bytes` below `folder` inside. Raises WeightsError where they do not fit, or the system takes no more."""
+    there = os.statvfs(folder)
+    free = there.f_bavail * there.f_frsize
+    if free < num_bytes:
+        raise WeightsError(_message(num_bytes, folder=folder, what=what, got=f"{free / 1e6:.1f} MB free"))
+    try:
+        yield
+    except OSError as error:
+        raise WeightsError(_message(num_bytes, folder=folder, what=what, got=str(error))) from error
+
+
+def _message(num_bytes: int, *, folder: Path, what: str, got: str) -> str:
+    return (
+        f"{what} must have {num_bytes / 1e6:.1f} MB of room in {folder}, got {got}; free memory there, or mount a larger "
+        f"/dev/shm (of a container: --shm-size)"
     )

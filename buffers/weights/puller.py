@@ -18,7 +18,7 @@ from typing import Protocol
 
 from buffers.errors import WeightsError
 from buffers.weights import patch
-from buffers.weights.dense_file import DenseFile, corrupt, create_dense_file, mapped
+from buffers.weights.dense_file import DenseFile, corrupt, create_dense_file, mapped, room_for
 from buffers.weights.manifest import (
     Manifest,
     Shard,
@@ -28,7 +28,6 @@ from buffers.weights.manifest import (
     safetensors_header,
     write_manifest,
 )
-from buffers.weights.room import room_for
 from buffers.weights.shard_writer import BITS
 
 LONGEST_CHAIN = 1000

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from buffers.weights import patch
+from buffers.weights.dense_file import room_for
 from buffers.weights.manifest import Piece, Shard, Tensor, safetensors_header
 from buffers.weights.patch import Bits
-from buffers.weights.room import room_for
 
 LARGEST_SHARE = 1 / 3
 """A patch that takes a larger share of the dense bytes does not pay."""

@@ -6,6 +6,7 @@ as it is; a line says what was chosen, and why; the same model on the same machi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor, log10, sqrt
@@ -41,7 +42,7 @@ class Choice:
     why: str
 
 
-def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: int) -> list[Choice]:
+def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: int, cores: int) -> list[Choice]:
     """The defaults of a pretrained model that are not the schema's; none for one to be trained from scratch."""
     if config.model.path == "tiny" or shape.parameters < SMALLEST_PRETRAINED:
         return []
@@ -59,6 +60,11 @@ def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: i
         found.append(Choice("learner.minibatches", 1, "an update on fresh data needs no pass before it"))
     if not has_gpu:
         found.append(Choice("learner.token_budget", CPU_TOKEN_BUDGET, "a CPU gains nothing by more"))
+        if config.buffer.max_policy_lag == 0:
+            engines = config.rollout.engine_range[1]
+            found.append(Choice("learner.threads", max(1, cores // learner.ranks), "engines rest during an update"))
+            if "OMP_NUM_THREADS" not in os.environ:
+                found.append(Choice("rollout.threads", max(1, cores // engines), "the learner waits for them"))
         episodes = config.agents.concurrency if isinstance(config.agents.concurrency, int) else 64
         each = shape.cache_bytes(tensor_parallel=1, bytes_each=4 if config.model.dtype == "float32" else 2)
         whole = episodes * config.rollout.max_model_len * each / GIB
@@ -68,12 +74,12 @@ def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: i
 
 
 def with_model_defaults(
-    config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: int, say: Callable[[str], object]
+    config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: int, cores: int, say: Callable[[str], object]
 ) -> Config:
     """The configuration with these where the user has set nothing else, which a line tells; another line warns of a learning rate
     that no pretrained model bears."""
     chosen = []
-    for choice in choices(config, shape=shape, has_gpu=has_gpu, memory_bytes=memory_bytes):
+    for choice in choices(config, shape=shape, has_gpu=has_gpu, memory_bytes=memory_bytes, cores=cores):
         section, name = choice.key.split(".")
         own = getattr(config, section)
         if name in own.model_fields_set:

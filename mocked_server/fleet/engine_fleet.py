@@ -23,8 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
-from mocked_server.fleet.member import AdapterEngine, EngineFigures, EngineLost, FleetEngine, LayerEngine, Sampled
-from mocked_server.fleet.probe import probe
+from mocked_server.fleet.member import (
+    AdapterEngine,
+    EngineFigures,
+    EngineLost,
+    FleetEngine,
+    LayerEngine,
+    Sampled,
+    probe,
+)
 from mocked_server.fleet.routing import Routes
 
 logger = logging.getLogger(__name__)
@@ -260,7 +267,7 @@ class EngineFleet:
     async def probe(
         self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]:
-        """Engine -> what it samples after this prompt, see `mocked_server.fleet.probe`. One that dies meanwhile is left out."""
+        """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
         found: dict[str, tuple[list[int], list[float]]] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):

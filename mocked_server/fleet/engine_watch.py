@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from mocked_server.fleet.admission import Admission
-from mocked_server.fleet.engine_rates import EngineRates, lines_of, metrics_of, status_of
 from mocked_server.fleet.member import EngineFigures
 
 LOOK_S = 0.5
@@ -93,3 +93,115 @@ class EngineWatch:
         """The figures of the last look, and rates of the last `WINDOW_S` before it."""
         (then, before), (now, figures) = self._looks[0], self._looks[-1]
         return EngineRates.between(before, figures, seconds=now - then)
+
+
+# Figures of engines as people read them: rates between two looks, lines of the panel, metrics. Names and units are explained in
+# docs/metrics.md.
+
+MAX_LINES = 8
+"""Engines with a line of their own on the panel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """An engine's figures, and what it did for each second between two looks."""
+
+    now: EngineFigures
+    tokens_per_s: float
+    cached_share: float | None
+    """Prompt tokens that its cache held, of those of the requests that ended between the looks; None: no request ended."""
+
+    @classmethod
+    def between(
+        cls, before: Sequence[EngineFigures], now: Sequence[EngineFigures], *, seconds: float
+    ) -> list[EngineRates]:
+        """Each engine that is there now. One that was not there before did all that it ever did since."""
+        earlier = {engine.name: engine for engine in before}
+        return [cls._of(earlier.get(engine.name), engine, seconds=seconds) for engine in now]
+
+    @classmethod
+    def _of(cls, before: EngineFigures | None, now: EngineFigures, *, seconds: float) -> EngineRates:
+        sampled, prompts, cached = (
+            (now.sampled_tokens, now.prompt_tokens, now.cached_tokens)
+            if before is None
+            else (
+                now.sampled_tokens - before.sampled_tokens,
+                now.prompt_tokens - before.prompt_tokens,
+                now.cached_tokens - before.cached_tokens,
+            )
+        )
+        return cls(
+            now=now,
+            tokens_per_s=sampled / seconds if seconds > 0 else 0.0,
+            cached_share=cached / prompts if prompts > 0 else None,
+        )
+
+
+def kv_share(engine: EngineFigures) -> float:
+    """Share of the engine's cache that generations under way hold; above 1: prompts wait for room. 0 while its size is unknown."""
+    return engine.tokens_held / engine.kv_capacity if engine.kv_capacity else 0.0
+
+
+def metrics_of(engines: Sequence[EngineRates]) -> dict[str, float]:
+    """`engine/<name>/<figure>` of each, and how many of them are up."""
+    found = {"engine/up": float(sum(engine.now.is_up for engine in engines))}
+    for engine in engines:
+        found |= {f"engine/{engine.now.name}/{figure}": value for figure, value in _metrics(engine).items()}
+    return found
+
+
+def _metrics(engine: EngineRates) -> dict[str, float]:
+    now = engine.now
+    cached = {} if engine.cached_share is None else {"cached_share": engine.cached_share}
+    return {
+        "running": float(now.running),
+        "waiting": float(now.waiting),
+        "tokens_per_s": engine.tokens_per_s,
+        "kv_share": kv_share(now),
+        **cached,
+        "version": float(now.version),
+        "restarts": float(now.restarts),
+        "preemptions": float(now.preemptions),
+        "moved_in": float(now.moved_in),
+    }
+
+
+def status_of(engine: EngineRates) -> dict[str, Any]:
+    """All figures and rates of one engine by name, but for its own."""
+    figures = asdict(engine.now)
+    del figures["name"]
+    return figures | {
+        "tokens_per_s": engine.tokens_per_s,
+        "kv_share": kv_share(engine.now),
+        "cached_share": engine.cached_share,
+    }
+
+
+def lines_of(engines: Sequence[EngineRates]) -> list[str]:
+    """A line for each of the first `MAX_LINES` engines, and one for all others."""
+    lines = [_line(engine) for engine in engines[:MAX_LINES]]
+    if rest := engines[MAX_LINES:]:
+        down = sum(not engine.now.is_up for engine in rest)
+        lines.append(
+            f"{len(rest)} more  {sum(engine.now.running for engine in rest)} running  "
+            f"{sum(engine.tokens_per_s for engine in rest):,.0f} tokens/s  "
+            f"KV up to {max(kv_share(engine.now) for engine in rest):.0%}" + (f"  {down} down" if down else "")
+        )
+    return lines
+
+
+def _line(engine: EngineRates) -> str:
+    now = engine.now
+    parts = [
+        f"{now.name:<3} {now.running:>3} running" if now.is_up else f"{now.name:<3} down",
+        f"{now.waiting} waiting" if now.waiting else "",
+        f"{engine.tokens_per_s:,.0f} tokens/s",
+        f"KV {kv_share(now):.0%}",
+        "" if engine.cached_share is None else f"cached {engine.cached_share:.0%}",
+        f"version {now.version}",
+        *(
+            f"{count} {word}" if count else ""
+            for count, word in ((now.preemptions, "preempted"), (now.moved_in, "moved in"), (now.restarts, "restarts"))
+        ),
+    ]
+    return "  ".join(part for part in parts if part)

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from uuid import uuid4
 
 from buffers.errors import EngineError
 from buffers.wire.rpc import known_error
@@ -154,3 +156,21 @@ class AdapterEngine(Protocol):
     async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
         """Answer this role's requests with this adapter from now on; see `FleetEngine.load_weights`."""
         ...
+
+
+async def probe(
+    engine: FleetEngine, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
+) -> tuple[list[int], list[float]]:
+    """The prompt with what was sampled after it, and that one's log-probabilities. The second half is a request of its
+    own: it finds the first one's keys and states in the engine's cache. Raises EngineLost, RequestRefused, RequestFailed."""
+    extra: dict[str, Any] = {ADAPTER_OF: role} if role else {}
+    ids, logprobs = list(prompt_token_ids), list[float]()
+    for _ in range(2):
+        outputs = engine.generate(ids.copy(), params, request_id=f"probe-{uuid4().hex}", **extra)
+        async with aclosing(outputs) as stream:
+            async for output in stream:
+                if output.finished:
+                    sampled = list(output.outputs[0].token_ids)
+                    ids += sampled
+                    logprobs += logprobs_of(output.outputs[0], sampled)
+    return ids, logprobs

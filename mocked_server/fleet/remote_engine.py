@@ -20,8 +20,7 @@ from buffers.errors import EngineDied, EngineError, RequestFailed, UnderstudyErr
 from buffers.wire.address import WireError, WireLost
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from mocked_server.fleet.engine_host import SILENT_S, EngineHost
-from mocked_server.fleet.engine_messages import Codec, WireOutput
+from mocked_server.fleet.engine_host import SILENT_S, Codec, EngineHost, WireOutput
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 
 logger = logging.getLogger(__name__)

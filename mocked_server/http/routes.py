@@ -47,7 +47,7 @@ from buffers.errors import (
 )
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
-from mocked_server.fleet.engine_rates import kv_share
+from mocked_server.fleet.engine_watch import kv_share
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.dialects import RETRY_AFTER_S, kind_of
 from mocked_server.keys import KeyRing

@@ -29,7 +29,7 @@ from buffers.wire.address import Way
 from buffers.wire.rpc import remote
 from buffers.wire.service import Call, Caller, Service
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.fleet.engine_messages import Codec, WireOutput
+from mocked_server.fleet.engine_host import Codec, WireOutput
 from mocked_server.http.model_requests import ModelRequests
 
 logger = logging.getLogger(__name__)

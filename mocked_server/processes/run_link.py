@@ -14,7 +14,7 @@ from buffers.prompt_queue import Prompt
 from buffers.records import Episode, Round
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from mocked_server.fleet.engine_messages import Codec
+from mocked_server.fleet.engine_host import Codec
 from mocked_server.processes.prompt_host import SILENT_S, Adoption, Figures, Generated, PromptHost
 
 

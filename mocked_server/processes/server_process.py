@@ -1,6 +1,6 @@
 """One further process of the server: vLLM's HTTP layer, and the episodes that this process owns.
 
-Made by `program`. It has its own tokenizer, parsers, live episodes and answers kept for retries; what is generated, recorded,
+Made by `main`. It has its own tokenizer, parsers, live episodes and answers kept for retries; what is generated, recorded,
 leased and scored is the run's (`run_link`, `mocked_server.http.attribution`). Invariants: an episode is served here only if its key
 names this process, and from its first request on until the run says that it ended; what is not this process's is passed on.
 """
@@ -8,7 +8,10 @@ names this process, and from its first request on until the run says that it end
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -16,10 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import setproctitle
 from starlette.types import ASGIApp
 
 from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
+from configs.child_processes import leave
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution, Forward
 from mocked_server.http.gemini_routes import GeminiRoutes
@@ -28,7 +33,7 @@ from mocked_server.http.uvicorn_server import HttpService
 from mocked_server.keys import KeyRing, process_secret
 from mocked_server.processes.prompt_host import Figures
 from mocked_server.processes.run_link import RunLink
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from mocked_server.vllm.serving import QueueClient, build_serving_app
 
@@ -142,3 +147,46 @@ class ServerProcess:
             refused=dict(new),
             cpu_s=time.process_time(),
         )
+
+
+# What a server process runs, as a fork of the run's fork server, or a new interpreter where there is none: it serves until the run
+# closes the channel between them, which is when its parent ends, or cannot be reached any more. What it is made of comes through a
+# pipe: the run's secret is in no command line and no environment.
+
+READY = b"ready\n"
+TITLE = "understudy::server_process"
+
+
+def main(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> None:
+    """Serve on `sock`, which listens; says READY on `channel` when requests are answered, and ends when it does."""
+    setproctitle.setproctitle(f"{TITLE}_{settings.process}")
+    os.setsid()
+    set_process_environment()
+    if lost := asyncio.run(_serve(settings, sock, channel)):
+        print(f"server process {settings.process} lost the run: {lost}", file=sys.stderr)
+    leave(1 if lost else 0)
+
+
+async def _serve(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> str:
+    """Serve until the channel ends, or the run is lost; why."""
+    ended, serves = asyncio.Event(), False
+
+    def end() -> None:
+        if not serves:
+            leave(0)  # nothing was begun that would have to be ended
+        ended.set()
+
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)
+    loop.add_reader(channel, lambda: None if channel.recv(4096) else end())
+    loop.add_signal_handler(signal.SIGTERM, end)
+    process = ServerProcess(settings, sock=sock)
+    await process.start()
+    serves = True
+    await loop.sock_sendall(channel, READY)
+    waiting = {asyncio.create_task(ended.wait()), asyncio.create_task(process.until_lost())}
+    done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await process.close()
+    return "" if ended.is_set() else str(done.pop().result())

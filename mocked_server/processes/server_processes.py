@@ -23,13 +23,12 @@ from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
 from buffers.records import Round
-from configs.fork_server import interrupts_blocked, own_context
+from configs.fork_server import own_context
 from mocked_server.http.attribution import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
-from mocked_server.processes import program
 from mocked_server.processes.prompt_host import PromptHost, RunServer
-from mocked_server.processes.server_process import ProcessSettings
+from mocked_server.processes.server_process import READY, ProcessSettings, main
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 
@@ -234,9 +233,9 @@ class _Child:
 
     def __init__(self, settings: ProcessSettings, sock: socket.socket) -> None:
         self._channel, theirs = socket.socketpair()
-        with theirs, interrupts_blocked():
+        with theirs:
             self._process = own_context().Process(
-                target=program.main,
+                target=main,
                 args=(settings, sock, theirs),
                 name=f"server process {settings.process}",
                 daemon=True,
@@ -260,7 +259,7 @@ class _Child:
     async def until_ready(self) -> bool:
         """Whether it answers now; else it has ended."""
         with suppress(ConnectionError):
-            return await self._loop.sock_recv(self._channel, len(program.READY)) == program.READY
+            return await self._loop.sock_recv(self._channel, len(READY)) == READY
         return False
 
     async def wait(self) -> int:

@@ -32,8 +32,7 @@ from buffers.errors import EngineDied, EngineError
 from configs import fork_server
 from configs.child_processes import socket_folder
 from configs.fork_server import imports_kept, interrupts_blocked
-from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
-from mocked_server.fleet.probe import probe
+from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled, probe
 from mocked_server.vllm import engine_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from configs.fork_server import ending_with_us
 
 PROGRAM = """
 import sys
@@ -36,3 +40,15 @@ def test_a_long_folder_for_temporary_files_is_not_taken(tmp_path: Path, name: st
     assert ended.returncode == 0, ended.stderr
     word, address = ended.stdout.split()
     assert word == "here" and not Path(address).parent.exists(), "it is removed at the end"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ctrl_c_of_the_terminal_does_not_reach_what_is_started(tmp_path: Path, method: str) -> None:
+    context = ending_with_us(multiprocessing.get_context(method), [])
+    process = context.Process(target=subprocess.run, args=(["cp", "/proc/self/status", str(tmp_path / "status")],))
+    process.start()
+    process.join()
+    lines = dict(line.split(":\t", 1) for line in (tmp_path / "status").read_text().splitlines() if ":\t" in line)
+    blocked = int(lines["SigBlk"], 16)
+    assert blocked & 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -44,7 +44,7 @@ def living(guard: int, *, marks: Mapping[str, str] = PARTS) -> dict[str, list[in
                 found.setdefault(name, []).append(pid)
     forks = [pid for pid, (parent, line) in below.items() if parent == guard and " --keep-running " in line]
     ages = sorted((started, pid) for pid in forks if (started := _started_at(pid)) is not None)
-    if marks is PARTS and len(ages) > 1:
+    if marks is PARTS and ages:
         found["run"] = [ages[-1][1]]
     return found
 

@@ -19,7 +19,7 @@ from learner.agreement import ENOUGH, Agreement, Disagreement
 from learner.session import run_agreeing
 from learner.training.layout import CHUNK
 from learner.training.ranks import RankFailed
-from mocked_server.fleet.probe import probe
+from mocked_server.fleet.member import probe
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.engine import free_sampling
 from tests.support.learner_parts import make_trainer

@@ -14,8 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from agents.harbor.known_agents import ANTHROPIC, GEMINI, OPENAI, OUTSIDE, OWN_SERVICE, WITHOUT_MODEL
-from agents.harbor.start_check import ELSEWHERE, HERE, NEAR, check_program
+from agents.harbor.start_check import (
+    ANTHROPIC,
+    ELSEWHERE,
+    GEMINI,
+    HERE,
+    NEAR,
+    OPENAI,
+    OUTSIDE,
+    OWN_SERVICE,
+    WITHOUT_MODEL,
+    check_program,
+)
 from tests.agents.harbor.trial_contract import check_scores_and_reasons, model, play, write_tasks_of
 
 PROGRAM = os.environ.get("HARBOR_COMMAND") or shutil.which("harbor") or ""

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from agents.workers.episode_timing import Figures
+from agents.workers.manager import Figures
 from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
 from learner.cli import COMMANDS
 from learner.reporting.run_metrics import History
-from mocked_server.fleet.engine_rates import EngineRates, metrics_of
+from mocked_server.fleet.engine_watch import EngineRates, metrics_of
 from tests.mocked_server.fleet.scripted_figures import figures
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ METRIC_GROUPS = (
     "warm_start"
 )
 METRIC_SOURCES = [
-    "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py", "mocked_server/fleet/engine_rates.py",
+    "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
 ]  # fmt: skip
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "closed")

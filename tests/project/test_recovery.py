@@ -118,10 +118,9 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
-    warm_process = parent_of_learner(run)
     os.kill(living(run.process.pid)["run"][0], signal.SIGKILL)
     run.wait_for_step(4)
-    assert parent_of_learner(run) == warm_process, "it imported everything again"
+    assert parent_of_learner(run) not in before, "it was forked of what was killed"
     code, output = run.wait()
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output

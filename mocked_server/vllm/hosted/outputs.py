@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mocked_server.fleet.engine_messages import WireCompletion, WireExperts, WireLogprobs, WireOutput, WireSampled
+from mocked_server.fleet.engine_host import WireCompletion, WireExperts, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
 from mocked_server.vllm.engine_requests import NUMBERS_ONLY
 

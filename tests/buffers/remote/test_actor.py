@@ -85,6 +85,7 @@ async def test_calls_are_made_in_their_order_in_a_process_with_its_environment_a
     assert await counter.call("environment") == ("1", "2")
     assert await counter.call("title") == b"understudy::counter"
     assert await counter.call("memory_score") > 0, "where memory ends the run's own process would be ended first"
+    assert os.getsid(counter.pid) == counter.pid != os.getsid(0), "signals for the run's process group reach it"
     await counter.ready()
     counter.kill()
     assert gone(counter.pid)

@@ -18,8 +18,7 @@ from buffers.records import Position
 from buffers.weights.manifest import MANIFEST, Shard
 from buffers.weights.node_weights import NodeWeights, folder_on, same_on
 from buffers.weights.store import VersionStore
-from buffers.weights.version_server import MAX_READ_BYTES, VersionServer
-from buffers.weights.wire_source import WireSource
+from buffers.weights.version_server import MAX_READ_BYTES, VersionServer, WireSource
 from buffers.wire.address import Way, WireError
 from buffers.wire.connection import Connection
 from configs.child_processes import python_path

@@ -28,6 +28,7 @@ def chosen(
         shape=replace(SMOLLM2, parameters=parameters),
         has_gpu=has_gpu,
         memory_bytes=int(memory_gib * GIB),
+        cores=8,
         say=told.append,
     )
     return config, told
@@ -71,6 +72,20 @@ def test_what_is_set_stays_and_a_rate_far_beyond_is_warned_of() -> None:
 def test_a_critic_needs_a_pass_before_the_updates_and_gets_as_many_of_them_as_before() -> None:
     config, _ = chosen({"learner": {"advantage": "gae", "critic": "separate"}})
     assert config.learner.minibatches == 2 and config.learner.critic_lr == pytest.approx(1e-4)
+
+
+def test_in_turns_learner_and_engines_have_all_cores_and_beside_one_another_one_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = {"buffer": {"max_policy_lag": 0}, "rollout": {"engines": 2}}
+    config, _ = chosen(given)
+    assert (config.learner.threads, config.rollout.threads) == (8, 4)
+    for beside, on_gpu in (({"buffer": {"max_policy_lag": 1}}, False), (given, True)):
+        config, _ = chosen(beside, has_gpu=on_gpu)
+        assert (config.learner.threads, config.rollout.threads) == (None, None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the user's word
+    assert chosen(given)[0].rollout.threads is None
 
 
 def test_a_gpu_keeps_its_micro_batches_and_its_cache() -> None:

@@ -17,8 +17,7 @@ from buffers.wire.connection import Connection
 from buffers.wire.rpc import MAX_UNREAD, Item, decoder_of
 from buffers.wire.session import Session
 from mocked_server.fleet import remote_engine
-from mocked_server.fleet.engine_host import SILENT_S, EngineHost
-from mocked_server.fleet.engine_messages import WireCompletion, WireOutput, WireSampled
+from mocked_server.fleet.engine_host import SILENT_S, EngineHost, WireCompletion, WireOutput, WireSampled
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere

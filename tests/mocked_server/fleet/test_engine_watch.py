@@ -8,8 +8,7 @@ import pytest
 
 from mocked_server.fleet import engine_watch
 from mocked_server.fleet.admission import Admission
-from mocked_server.fleet.engine_rates import EngineRates, kv_share, lines_of
-from mocked_server.fleet.engine_watch import EngineWatch
+from mocked_server.fleet.engine_watch import EngineRates, EngineWatch, kv_share, lines_of
 from mocked_server.fleet.member import EngineFigures
 from tests.mocked_server.fleet.scripted_figures import figures
 from tests.support.patience import PATIENCE_S

@@ -7,5 +7,5 @@ from mocked_server.vllm.engine import import_engine
 
 import_engine()
 with imports_kept():
-    import_module("mocked_server.processes.program")
+    import_module("mocked_server.processes.server_process")
     import_module("learner.training.trainer")

@@ -16,7 +16,7 @@ import pytest
 from buffers.errors import RequestFailed, RequestRefused
 from buffers.wire.address import Way
 from configs.tiny_model import make_tiny_model
-from mocked_server.fleet.engine_messages import WireOutput
+from mocked_server.fleet.engine_host import WireOutput
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
