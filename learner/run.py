@@ -366,8 +366,10 @@ def check_engine_of_others(config: Config, *, learns: bool) -> None:
         check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
 
 
-def prepare_engine() -> None:
+def prepare_engine(config: Config) -> None:
     """Start the process that engines, ranks and workers are forked of; before this process has other threads."""
+    if config.rollout.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.rollout.threads)
     from mocked_server.vllm.engine import start_fork_server
 
     start_fork_server()
