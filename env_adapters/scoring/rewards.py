@@ -65,11 +65,7 @@ class Rewards:
     def check(self, task: Task) -> None:
         """Raises TaskError for a task that its scorer cannot judge, whatever the answer."""
         collector = self._of(task)
-        if (
-            collector is not None
-            and collector.name == "reasoning_gym"
-            and not {"settings", "index"} <= task.extra_info.keys()
-        ):
+        if collector is not None and collector.name == "reasoning_gym" and {"settings", "index"} - set(task.extra_info):
             raise TaskError(
                 f"data.scorer=reasoning_gym judges tasks of reasoning_gym://, got one of {task.data_source!r}; name another "
                 f"scorer for it: data.scorer={{default: ...}}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from configs.schema import Config
 from learner.placement.memory import ModelShape
+from learner.run import prepare_engine
 from learner.startup.model_defaults import RATES, with_model_defaults
 
 SMOLLM2 = ModelShape(
@@ -99,3 +101,14 @@ def test_the_cache_holds_the_conversations_or_a_share_of_the_memory(memory_gib: 
     assert config.rollout.kv_cache_gb == pytest.approx(most_gib, rel=0.1)
     short, _ = chosen({"rollout": {"max_tokens": 16, "max_model_len": 64}}, memory_gib=memory_gib)
     assert short.rollout.kv_cache_gb is None or short.rollout.kv_cache_gb == 0.25
+
+
+def test_engines_compute_with_as_many_threads_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started: list[str] = []  # the environment that the processes of engines are started with
+    monkeypatch.setattr(
+        "mocked_server.vllm.engine.start_fork_server", lambda: started.append(os.environ["OMP_NUM_THREADS"])
+    )
+    prepare_engine(Config())
+    prepare_engine(Config(rollout={"threads": 3}))
+    assert started == ["1", "3"]

@@ -561,6 +561,17 @@ def test_the_entropy_has_a_gradient_where_it_has_a_bonus(
     assert others and set(others) == {(coef > 0.0, coef > 0.0)}
 
 
+def test_a_rank_computes_with_as_many_threads_as_it_is_told(trainer: MakeTrainer) -> None:
+    before = torch.get_num_threads()
+    try:
+        trainer()
+        assert torch.get_num_threads() == before
+        trainer(threads=3).train_step(walks(), version=0)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 LOOKS_AHEAD = {
     "critic": {"advantage": "gae"},
     "energy": {"advantage": "otb"},

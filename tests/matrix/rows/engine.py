@@ -9,6 +9,7 @@ from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 
 HOSTS = "tests/project/cluster/test_run_hosts.py::test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies"
+DEFAULTS = "tests/learner/startup/test_model_defaults.py"
 SHARES = "tests/mocked_server/vllm/test_engine_arguments.py::test_an_engine_takes_its_share_of_a_card"
 
 
@@ -24,9 +25,11 @@ def rows() -> list[Row]:
         Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
         Row("rollout.engines", "integer", "fleet", _engines_die_and_nothing_is_lost),
         Row("rollout.engines", "mapping", HOSTS),
+        Row("rollout.threads", "null", f"{DEFAULTS}::test_in_turns_learner_and_engines_have_all_cores_and_beside_one_another_one_each"),
+        Row("rollout.threads", "set", f"{DEFAULTS}::test_engines_compute_with_as_many_threads_as_the_run_says"),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
-        Row("rollout.tensor_parallel", "", "tests/learner/placement/test_counted_gpus.py::test_each_rank_sees_its_own_card_and_ray_counts_it"),
+        Row("rollout.tensor_parallel", "", "tests/learner/placement/test_counted_gpus.py::test_each_rank_sees_its_own_card"),
         Row("rollout.gpu_memory_utilization", "null", SHARES),
         Row("rollout.gpu_memory_utilization", "set", SHARES),
         Row("rollout.engine_args", "", "dapo", _logged("enable_prefix_caching=False")),

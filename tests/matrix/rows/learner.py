@@ -181,6 +181,16 @@ def _numbers() -> list[Row]:
         Row("learner.grad_clip", "", again, trains("learner.grad_clip", 1.0)),
         Row("learner.minibatches", "", plain, all_of(always("learner/updates", 6), trains("learner.minibatches", 1))),
         Row("learner.epochs", "", plain, trains("learner.epochs", 1)),
+        Row(
+            "learner.threads",
+            "null",
+            "tests/learner/training/test_trainer.py::test_a_rank_computes_with_as_many_threads_as_it_is_told",
+        ),
+        Row(
+            "learner.threads",
+            "set",
+            "tests/learner/training/test_trainer.py::test_a_rank_computes_with_as_many_threads_as_it_is_told",
+        ),
         Row("learner.token_budget", "", again, _passes("learner.token_budget", 8192, more=False)),
         Row("learner.gamma", "", "rounds", trains("learner.gamma", 1.0)),
         Row("learner.lam", "", gae, trains("learner.lam", 1.0)),
