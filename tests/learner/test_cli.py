@@ -16,6 +16,7 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from configs.load import ConfigError, load_config, shipped
+from env_adapters import smollm2
 from learner import cli
 from learner.checkpoints.store import CheckpointError
 from learner.cli import CONFIG, FILES
@@ -47,6 +48,15 @@ def test_each_command_has_a_help_of_its_own(tmp_path, command):
     name = "run" if command == "demo" else command
     assert done.returncode == 0 and done.stdout.startswith(f"usage: understudy {name} "), done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("made", "code", "began"), [(0, 0, [["--config", "smollm2", "run.steps=2"]]), (2, 2, [])])
+def test_the_demo_of_a_real_model_makes_it_first(monkeypatch, made, code, began):
+    seen = []
+    monkeypatch.setattr(smollm2, "main", lambda words: made)
+    monkeypatch.setattr(cli, "_conflicts", lambda: False)
+    monkeypatch.setattr(cli, "_run", lambda words, program: seen.append(words) or 0)
+    assert cli.demo(["--real", "run.steps=2"]) == code and seen == began
 
 
 @pytest.mark.seconds
