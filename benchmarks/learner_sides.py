@@ -26,7 +26,7 @@ from learner.model.load import load_policy
 from learner.model.policy import Policy
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.packing import PaddedSequences, Plan, Sequences
-from learner.training.trainer import Before, Trainer
+from learner.training.trainer import Before, Minibatches, Trainer
 from learner.training.tree_packing import PrefixTree, TreeSequences
 
 MIB = 2**20
@@ -266,13 +266,13 @@ class TreeTrainer(Trainer):
     def timed_update(self, table: BatchTensors, *, prefix_tree: bool) -> tuple[float, float]:
         """Seconds of an update, from the rows to the new weights, the making of the tree too; and tokens of the rows over those
         computed."""
-        nothing = torch.zeros_like(table.behaviour)
-        before = Before(table.behaviour, nothing, nothing, nothing)
+        before = Before(table.behaviour.clone(), *torch.zeros(3, len(table.behaviour)))
         self._wait()
         began = time.perf_counter()
         layout = replace(self.layout, shares=prefix_tree)
         laid_out = replace(table, sequences=self._laid_out(table.sequences, table=table, layout=layout))
-        self._learn(laid_out, before=before)
+        drawn = np.random.default_rng((self._seed, self._own.steps))
+        self._learn(laid_out, before=before, minibatches=Minibatches(laid_out, config=self._config, rng=drawn))
         self._wait()
         return time.perf_counter() - began, laid_out.sequences.raw_over_unique
 

@@ -359,7 +359,7 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
     monkeypatch.setattr(rules, "_check_values", lambda _: None)
     monkeypatch.setattr("mocked_server.vllm.sampling_rules.seed_of", lambda _, seed: seed)
     monkeypatch.setattr(engine._silence, "timeout_s", 2.0)
-    monkeypatch.setattr(real.generation, "_blame", blamed.append)
+    monkeypatch.setattr(real.generation, "blame", blamed.append)
     monkeypatch.setattr(fleet, "_record_death", lambda name, error: restart_limit.record("engine", error, name=name))
     keeping = real.submit(fleet.run())
     episode_id, client = real.lease()

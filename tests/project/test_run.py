@@ -140,9 +140,9 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("starting", [pytest.param("gcs_server", marks=pytest.mark.long), "VLLM"])
+@pytest.mark.parametrize("starting", [pytest.param("understudy::learner_rank", marks=pytest.mark.long), "VLLM"])
 def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
-    run = start(tmp_path, imports=starting == "gcs_server")
+    run = start(tmp_path, imports=starting != "VLLM")
     until = time.monotonic() + 300
     while not any(starting in line for line in run.processes()):
         assert run.process.poll() is None and time.monotonic() < until
