@@ -237,8 +237,8 @@ class LearnerRanks:
     async def _fail(self, what: str, calls: list[asyncio.Future[Any]]) -> None:
         """Names the rank to blame, ends all ranks and raises."""
         await self._until_a_death(calls, timeout_s=NODE_GRACE_S if any(at.node_id for at in self._places) else GRACE_S)
-        self.kill()
         failures = {rank: error for rank, call in enumerate(calls) if call.done() and (error := call.exception())}
+        self.kill()  # afterwards all have ended
         for call in calls:
             call.cancel()
         for error in failures.values():  # first: the others may complain that they lost this one
