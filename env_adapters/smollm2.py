@@ -42,7 +42,7 @@ def make(to: Path) -> Path:
         venv.create(to / "packages", with_pip=True, clear=True)
     for words in PACKAGES:
         print(f"understudy: pip install {words[-1]} there", flush=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+        command = [str(python), "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check", *words]
         if subprocess.run(command, check=False).returncode:
             raise TaskError(
                 f"{words[-1]} must be installed into {to / 'packages'}, and pip failed, for the error above; connect to PyPI or a "
