@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-OF_VLLM = ("engine_args",)
+OF_VLLM = ("engine_args", "threads")
 OF_OUR_PROCESSES = ("engines", "tensor_parallel", "kv_cache_gb", "gpu_memory_utilization")
 """Keys of engines that the run starts itself."""
 

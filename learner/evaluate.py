@@ -186,26 +186,30 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
         console.print(table(figures))
         for line in failures_in_words(figures):
             say(line)
-        try:
-            show_answers(folder, say=say)
-        except (UnderstudyError, OSError) as error:  # of a tokenizer without a tokenizer.json, for example
-            say(f"no answers are shown: {error}")
+        tracker.attempt("the answers", partial(show_answers, folder, say=say))
         say(f"figures: {folder / EVALUATION}; every answer: {folder / ANSWERS}")
         return 0 if played.found else 1
 
 
 def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
     """Writes the answers of all episodes to ANSWERS, and prints the best, the worst and some in between."""
-    from buffers.ledger.answers import answers, in_a_line, samples
+    from buffers.ledger.answers import answer_of, answers, in_a_line, samples
     from buffers.ledger.cli import decoder, ledger_path
     from buffers.ledger.reader import LedgerReader
 
-    path = ledger_path(folder)
-    with closing(LedgerReader(path)) as reader, reader.read() as db:
-        found = list(answers(db, decode=decoder(path, given=None, plain=True)))
-    lines = "".join(json.dumps(each.record(), ensure_ascii=False) + "\n" for each in found)
-    (folder / ANSWERS).write_text(lines, encoding="utf-8")
-    for name, each in samples(found, number=SHOWN):
+    path, scored = ledger_path(folder), []
+    decode = decoder(path, given=None, plain=True)
+    with (
+        closing(LedgerReader(path)) as reader,
+        reader.read() as db,
+        (folder / ANSWERS).open("w", encoding="utf-8") as sink,
+    ):
+        for each in answers(db, decode=decode):
+            sink.write(json.dumps(each.record(), ensure_ascii=False) + "\n")
+            if each.score is not None and each.task is not None:
+                scored.append((each.score, each.task.task_id, each.episode_id))
+        shown = [(name, answer_of(db, episode_id=one, decode=decode)) for name, one in samples(scored, number=SHOWN)]
+    for name, each in shown:
         truth = each.task.ground_truth if each.task is not None else None
         say(f"{name}, score {each.score:g}: {in_a_line(each.question)}")
         say(f"  answer: {in_a_line(each.answer)}" + ("" if truth is None else f"\n  truth:  {in_a_line(str(truth))}"))

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
-from buffers.ledger.answers import answers, first_and_last, in_a_line
+from buffers.ledger.answers import first_and_last, in_a_line
 from buffers.ledger.cli import decoder
 from buffers.ledger.reader import LedgerReader
 from configs.child_processes import python_path
@@ -276,8 +276,9 @@ def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
     with closing(LedgerReader(path)) as reader, reader.read() as db:
         if not db.execute("SELECT 1 FROM grp WHERE state = 'validated'").fetchone():
             return
-        found = list(answers(db, decode=decoder(path, given=None, plain=True), tasks_of=PREFIX))
-    for first, last in first_and_last(found, number=SHOWN):
+        decode = decoder(path, given=None, plain=True)
+        pairs = first_and_last(db, decode=decode, tasks_of=PREFIX, number=SHOWN)
+    for first, last in pairs:
         say(f"{in_a_line(first.question)}")
         for name, each in (("before", first), ("after", last)):
             say(f"  {name:>6}, score {each.score:g}: {in_a_line(each.answer)}")

@@ -7,7 +7,6 @@ connection of `LedgerReader`.
 from __future__ import annotations
 
 import sqlite3
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,26 +89,35 @@ def answer_of(db: sqlite3.Connection, *, episode_id: str, decode: Decode) -> Ans
     )
 
 
-def samples(found: Sequence[Answer], *, number: int) -> list[tuple[str, Answer]]:
-    """(why it is shown, answer) of some scored ones: the best, the worst, and some in between, each of another task."""
-    ranked = sorted((each for each in found if each.score is not None), key=lambda each: -(each.score or 0.0))
+def samples(scored: Sequence[tuple[float, str, str]], *, number: int) -> list[tuple[str, str]]:
+    """(why it is shown, episode id) of some of these (score, task id, episode id): the best, the worst, and some in between, each
+    of another task."""
+    ranked = sorted(scored, key=lambda each: -each[0])
     places = [round(place * (len(ranked) - 1) / max(1, number - 1)) for place in range(number)] if ranked else []
-    chosen: dict[str, tuple[str, Answer]] = {}
+    chosen: dict[str, tuple[str, str]] = {}
     for place in dict.fromkeys(places):
-        each = ranked[place]
+        _, task_id, episode_id = ranked[place]
         name = "best" if place == 0 else "worst" if place == len(ranked) - 1 else "drawn"
-        chosen.setdefault(each.task.task_id if each.task else each.episode_id, (name, each))
+        chosen.setdefault(task_id, (name, episode_id))
     return list(chosen.values())
 
 
-def first_and_last(found: Sequence[Answer], *, number: int) -> list[tuple[Answer, Answer]]:
-    """The first and the last answer of some tasks, those first whose score has changed most."""
-    by_task = defaultdict[str, list[Answer]](list)
-    for each in found:
-        if each.task is not None and each.score is not None:
-            by_task[each.task.task_id].append(each)
-    pairs = [(own[0], own[-1]) for own in by_task.values() if len(own) > 1]
-    return sorted(pairs, key=lambda pair: -abs((pair[1].score or 0.0) - (pair[0].score or 0.0)))[:number]
+def first_and_last(
+    db: sqlite3.Connection, *, decode: Decode, tasks_of: str, number: int
+) -> list[tuple[Answer, Answer]]:
+    """The answers of the first and the last group of some tasks whose ids begin so, those first whose score has changed most."""
+    found = db.execute(
+        "WITH said AS (SELECT seq, group_id, task_id FROM episode JOIN grp USING (group_id) "
+        "WHERE episode.state = 'scored' AND substr(task_id, 1, ?) = ?), "
+        "ends AS (SELECT min(seq) AS first, max(seq) AS last FROM said GROUP BY task_id HAVING min(group_id) < max(group_id)) "
+        "SELECT one.episode_id, other.episode_id FROM ends JOIN episode AS one ON one.seq = first "
+        "JOIN episode AS other ON other.seq = last ORDER BY abs(other.score - one.score) DESC, first LIMIT ?",
+        (len(tasks_of), tasks_of, number),
+    ).fetchall()
+    return [
+        (answer_of(db, episode_id=one, decode=decode), answer_of(db, episode_id=other, decode=decode))
+        for one, other in found
+    ]
 
 
 def in_a_line(text: str) -> str:

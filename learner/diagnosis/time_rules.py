@@ -32,11 +32,14 @@ def idle_learner(run: Evidence) -> Observation | None:
 
 @rule("time/engine_idle_s", slows=ENGINE_IDLE)
 def idle_engine(run: Evidence) -> Observation | None:
-    """The engine had nothing to do in at least 30 % of the time of at least 5 steps, and the learner waited for less than half."""
+    """The engine had nothing to do in at least 30 % of the time of at least 5 steps, and the learner waited for less than half; not
+    where they take turns, each with several threads."""
     share, waits = run.time_share("time/engine_idle_s") or 0.0, run.time_share("time/wait_s") or 0.0
     if waits >= IDLE or len(run.steps) < ENOUGH_STEPS:
         return None
     is_on_policy, learner = run.config.buffer.max_policy_lag == 0, run.config.learner
+    if is_on_policy and (learner.threads or 1) > 1:
+        return None  # they take turns, each with cores that the other leaves
     faster = f"learner.token_budget={2 * learner.token_budget}"
     if (ranks := 2 * learner.ranks) <= run.cards:
         faster = f"learner.ranks={ranks}, or {faster}"

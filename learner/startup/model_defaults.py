@@ -58,13 +58,15 @@ def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: i
     ]
     if learner.advantage != "gae":
         found.append(Choice("learner.minibatches", 1, "an update on fresh data needs no pass before it"))
+    starts_engines = config.rollout.engine == "vllm"
     if not has_gpu:
         found.append(Choice("learner.token_budget", CPU_TOKEN_BUDGET, "a CPU gains nothing by more"))
         if config.buffer.max_policy_lag == 0:
             engines = config.rollout.engine_range[1]
             found.append(Choice("learner.threads", max(1, cores // learner.ranks), "engines rest during an update"))
-            if "OMP_NUM_THREADS" not in os.environ:
+            if starts_engines and "OMP_NUM_THREADS" not in os.environ:
                 found.append(Choice("rollout.threads", max(1, cores // engines), "the learner waits for them"))
+    if not has_gpu and starts_engines:
         episodes = config.agents.concurrency if isinstance(config.agents.concurrency, int) else 64
         each = shape.cache_bytes(tensor_parallel=1, bytes_each=4 if config.model.dtype == "float32" else 2)
         whole = episodes * config.rollout.max_model_len * each / GIB

@@ -39,18 +39,36 @@ def test_ended_episodes_come_with_their_last_words(tmp_path: Path) -> None:
 
 
 def test_the_best_the_worst_and_some_between_are_shown_each_of_another_task() -> None:
-    found = [said(f"t{number}", score=number / 10) for number in range(10)] + [said("none", score=None)]
-    shown = [(name, each.score) for name, each in samples(found, number=3)]
-    assert shown[0] == ("best", 0.9) and shown[-1] == ("worst", 0.0) and shown[1][0] == "drawn"
-    assert samples([], number=3) == [] and len(samples(found[:1], number=3)) == 1
-    assert len(samples([said("same", score=1.0, episode=str(number)) for number in range(4)], number=3)) == 1
+    scored = [(number / 10, f"t{number}", f"e{number}") for number in range(10)]
+    shown = samples(scored, number=3)
+    assert shown[0] == ("best", "e9") and shown[-1] == ("worst", "e0") and shown[1][0] == "drawn"
+    assert samples([], number=3) == [] and samples(scored[:1], number=3) == [("best", "e0")]
+    assert len(samples([(1.0, "same", str(number)) for number in range(4)], number=3)) == 1
 
 
-def test_first_and_last_answers_of_the_tasks_that_changed_most() -> None:
-    found = [said("kept", score=1.0, text="a"), said("learned", score=0.0, text="b"), said("once", score=1.0)]
-    found += [said("kept", score=1.0, text="c"), said("learned", score=1.0, text="d")]
-    (first, last), other = first_and_last(found, number=2)
-    assert (first.answer, last.answer, other[1].answer) == ("b", "d", "c")
+def test_first_and_last_answers_of_the_tasks_that_changed_most(tmp_path: Path) -> None:
+    """Of a task that was played in one group only there is no answer before and after, however many members that has."""
+    path = tmp_path / "ledger.sqlite"
+    played = [("val/kept", 1.0), ("val/learned", 0.0), ("val/once", 0.5), ("val/kept", 0.9), ("val/learned", 1.0)]
+    with Ledger(path) as ledger:
+        for number, (task_id, score) in enumerate(played):
+            prompt = [{"role": "user", "content": task_id}]
+            (group,) = ledger.open_validation(
+                [Task(task_id=task_id, prompt=prompt)], group_size=2, greedy=False, min_size=2
+            ).result()
+            for member in range(2):
+                episode_id = f"{group}-{member}-0"
+                ledger.start_episode(episode_id, version=0).result()
+                ledger.put_round(make_round(episode_id, sampled=(number,)))
+                ledger.notify_score(episode_id, score).result()
+        with closing(LedgerReader(path)) as reader, reader.read() as db:
+            found = first_and_last(db, decode=lambda ids: str(ids[0]), tasks_of="val/", number=5)
+            none = first_and_last(db, decode=str, tasks_of="other/", number=5)
+    assert [(one.question, one.answer, other.answer) for one, other in found] == [
+        ("val/learned", "1", "4"),
+        ("val/kept", "0", "3"),
+    ]
+    assert none == []
 
 
 def test_a_question_may_have_parts_and_a_long_text_keeps_its_end() -> None:

@@ -278,6 +278,12 @@ CASES = [
         severity=Severity.SLOWS, figure=0.5, says=("nothing to do in 50 % of the time", "buffer.max_policy_lag=1"),
     ),
     Case(
+        rule="idle_engine",  # where they take turns with all cores, another flow gains nothing
+        fires=recorded("buffer.max_policy_lag=0", "learner.threads=1", figures=BUSY_LEARNER),
+        quiet=recorded("buffer.max_policy_lag=0", "learner.threads=2", figures=BUSY_LEARNER),
+        severity=Severity.SLOWS, figure=0.5, says=("buffer.max_policy_lag=1",),
+    ),
+    Case(
         rule="idle_engine",
         fires=recorded("learner.epochs=2", figures=BUSY_LEARNER),
         quiet=recorded("learner.epochs=2", figures={**BUSY_LEARNER, "time/wait_s": 1.2}),  # the learner waits too

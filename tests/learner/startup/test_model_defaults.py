@@ -112,3 +112,28 @@ def test_engines_compute_with_as_many_threads_as_the_run_says(monkeypatch: pytes
     prepare_engine(Config())
     prepare_engine(Config(rollout={"threads": 3}))
     assert started == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"rollout": {"engine": "http://127.0.0.1:8000"}},
+        {"rollout": {"engine": "sglang"}},
+        {"learner": {"recipe": "ppo"}, "buffer": {"max_policy_lag": 0}},
+        {"learner": {"recipe": "dapo", "lora": {"rank": 4}}, "buffer": {"max_policy_lag": 0}},
+        {"learner": {"advantage": "gae", "critic": "separate"}, "warm_start": {"demonstrations": "traces.parquet"}},
+        {"rollout": {"sleep": True}, "buffer": {"max_policy_lag": 0}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_what_was_chosen_can_be_read_again_from_the_runs_own_configuration(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], has_gpu: bool
+) -> None:
+    """A resume reads config.yaml, where each key is set: none may be refused beside the others."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = Config(**{"model": {"path": "models/real"}} | sections)
+    Config(**before.model_dump())  # else it is not the choice that is refused
+    config, _ = chosen({"learner": {}} | sections, has_gpu=has_gpu)
+    assert Config(**config.model_dump()) == config
