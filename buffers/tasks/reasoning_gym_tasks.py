@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from hashlib import sha256
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
@@ -24,7 +23,6 @@ SCHEME = "reasoning_gym://"
 OWN = ("level", "system")
 """Settings that are not the generator's: the level of its curriculum, and one of Reasoning Gym's system prompts by name."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-MARK_CHARS = 8
 REMEDY = "pip install reasoning-gym"
 
 
@@ -67,11 +65,10 @@ def task_rows(address: str) -> Iterator[dict[str, Any]]:
         raise ValueError(
             f"{address} must have settings that {name} takes, got {given}: {error or 'its check of them failed'}"
         ) from None
-    mark = sha256(address.encode()).hexdigest()[:MARK_CHARS]  # a run may have several addresses of one generator
     before = [{"role": "system", "content": SYSTEM_PROMPTS[system]}] if system else []
     for index, entry in enumerate(entries):
         yield {
-            "task_id": f"{name}-{mark}:{index}",
+            "task_id": f"{name}:{index}",
             "prompt": [*before, {"role": "user", "content": entry["question"]}],
             "ground_truth": entry["answer"],
             "data_source": f"{SCHEME}{name}",

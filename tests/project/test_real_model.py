@@ -57,7 +57,7 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
     assert all(step["learner/lr"] <= 1e-5 and step["learner/updates"] == 1.0 for step in steps)
 
     listed = understudy("ledger", "episodes", "runs/smollm2", "--where", "state=scored", "--limit", "3", cwd=folder)
-    assert listed.count("scored: chain_sum-") == 3 and "<|im_end|>" not in listed
+    assert listed.count("scored: chain_sum:") == 3 and "<|im_end|>" not in listed
     told = understudy(
         "eval", "--config", "smollm2", "--checkpoint", "runs/smollm2", "--limit", "8", *SMALL[-1:], cwd=folder
     )
