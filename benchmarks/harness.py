@@ -162,8 +162,12 @@ def whole_run(folder: Path, name: str, *settings: str, config: str = "demo", **o
     words = ["--config", config, f"run.dir={folder}", f"run.name={name}", *settings]
     command = [sys.executable, "-m", "learner.run", *words]
     run_to_end(command, log=folder / f"{name}.log", **options)
-    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+    return [line for line in metric_lines(folder / name) if "reward/mean" in line]
+
+
+def metric_lines(run: Path) -> list[dict[str, Any]]:
+    """The figures of a run, as they came: of its steps, and of validations that ended later."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def call(
@@ -173,6 +177,7 @@ def call(
     ranks: int = 1,
     python: Path | str = sys.executable,
     limit_s: float = RUN_LIMIT_S,
+    started: Callable[[int], None] = lambda _: None,
     **arguments: Any,
 ) -> list[Any]:
     """Runs a function in `ranks` processes, which meet at `address`; returns what each answers. A path: a script that another
@@ -187,7 +192,7 @@ def call(
         words = [str(python), "-m", "benchmarks.harness", f"{module}:{function.__name__}", str(given)]
     run_to_end(
         *([*words, str(out), str(rank)] for rank, out in enumerate(outs)),
-        log=folder / "call.log", limit_s=limit_s, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        log=folder / "call.log", limit_s=limit_s, started=started, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )  # fmt: skip
     return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
 

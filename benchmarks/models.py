@@ -134,7 +134,7 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
     if end != "ok":
         causes = re.findall(r"\] (\w+Error\b.*)", log)  # of an engine that died
         return found | {"said": "; vLLM: ".join([work.said(sentence(output)), *map(work.said, causes[:1])])}
-    saved = (folder / "checkpoint").resolve()
+    saved = (folder / "last").resolve()
     words = ["--config", str(folder / CONFIG), "--resume", "auto", "run.steps=3", f"model.path={saved}"]
     resumed, output = work.start(["-m", "learner.run", *words], name="resume")
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

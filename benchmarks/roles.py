@@ -79,7 +79,7 @@ def adapters(run: Run, *, folder: Path, seed: int) -> dict[str, Any]:
 def distill(run: Run, *, folder: Path, seed: int) -> dict[str, Any]:
     """The demo with its own last checkpoint for a teacher, and without."""
     alone = rewards(run, f"alone-{seed}")
-    teacher = (folder / f"alone-{seed}" / "checkpoint").resolve()
+    teacher = (folder / f"alone-{seed}" / "last").resolve()
     taught = rewards(run, f"taught-{seed}", f"learner.teacher.path={teacher}")
     steps = [solved_at(each, target=TARGET) for each in (taught, alone)]
     ratio = steps[0] / steps[1] if steps[0] and steps[1] else None

@@ -19,6 +19,7 @@ from pathlib import Path
 from buffers.errors import TaskError, UnderstudyError
 from configs.child_processes import own_temporary_folder
 from configs.schema import Config
+from learner.checkpoints.store import LAST
 from learner.recovery.at_once import signals_end_at_once
 
 ANSWERS = "answers.jsonl"
@@ -66,7 +67,7 @@ def weights_of(folder: Path) -> Path:
     """The Hugging Face folder of a checkpoint, of a run's newest one, or this folder. Raises TaskError."""
     for place in (
         folder,
-        folder / "checkpoint",
+        folder / LAST,
         folder / "model",
     ):  # a run has both: its newest weights, and those it began with
         if (place / "config.json").is_file():

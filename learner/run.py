@@ -31,7 +31,7 @@ examples:
   python -m learner.run --config my.yaml                      another file; keys: configs/schema.py
   python -m learner.run --resume auto                         resumes after Ctrl-C, a crash or kill -9
 results: runs/<run.name>/ holds summary.json, reward.png, metrics.jsonl, tensorboard/, ledger.sqlite, checkpoints/, and
-checkpoint/ (the newest weights as a Hugging Face folder)
+last/ and best/ (weights as Hugging Face folders)
 """
 
 

@@ -25,6 +25,7 @@ from buffers.ledger.cli import decoder
 from buffers.ledger.reader import LedgerReader
 from configs.child_processes import python_path
 from configs.schema import Config
+from learner.checkpoints.store import BEST, LAST
 from learner.pipeline import Pipeline
 from learner.recovery.at_once import SIGNALS, signals_end_at_once
 from learner.reporting.display import Display, Terminal, reward_curve_png, sparkline, summary_table, write_summary
@@ -264,8 +265,14 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
         if not isinstance(value, dict) and name not in {"name", "stopped", "error"}
     }
     console.print(summary_table(shown, title=f"run '{summary['name']}'"))
-    files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
-    for name, file in files.items():
+    files = {
+        "curve": "reward.png",
+        "figures": "summary.json",
+        "best weights": BEST,
+        "last weights": LAST,
+        "tensorboard": "tensorboard",
+    }
+    for name, file in (files | {"tensorboard": "tensorboard"}).items():
         if (folder / file).exists():
             console.print(f"{name:>12}: {folder / file}", highlight=False, soft_wrap=True)
 

@@ -238,7 +238,7 @@ def tokenizer_file(run: Path) -> Path | None:
         named = [base / found for base in (Path(), *run.resolve().parents)]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         named = []
-    folders = [run / "model", run / "checkpoint", *named]
+    folders = [run / "model", run / "last", *named]
     return next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
 

@@ -5,7 +5,7 @@ scratch folder beside the others, flushed to disk and renamed: a folder `step-*`
 What a crash left behind is removed with the next checkpoint. It writes no tensors
 (`learner.checkpoints.training_state`, `learner.checkpoints.weight_shards`).
 
-    <run>/checkpoint -> the newest one's model/
+    <run>/last, <run>/best -> model/ of the newest one, and of the one with the highest score
     <run>/checkpoints/step-000020/
         run.json        position in the ledger, policy version, score
         learner/        torch DCP: everything that training needs to resume
@@ -26,6 +26,8 @@ from buffers.errors import UnderstudyError
 from buffers.records import Position
 
 RECORD = "run.json"
+LAST, BEST = "last", "best"
+"""Links in a run's folder, to Hugging Face folders."""
 WEIGHTS = "model.safetensors"
 """File name in a folder that engines load."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -103,7 +105,6 @@ class CheckpointStore:
             _flush(scratch)
             scratch.rename(target)
             _flush_folder(self.folder)
-        self._point_to(target / "model")
         self._prune()
         return read_checkpoint(target)
 
@@ -118,19 +119,23 @@ class CheckpointStore:
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(checkpoint.folder)
+        self._point()
         return replace(checkpoint, score=score)
 
-    def _point_to(self, model: Path) -> None:
-        """`<run>/checkpoint` is the newest Hugging Face folder."""
-        link = self.folder.parent / ".checkpoint.new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(model.relative_to(self.folder.parent))
-        link.replace(self.folder.parent / "checkpoint")
+    def _point(self) -> tuple[list[Checkpoint], Checkpoint | None]:
+        """Makes the links; returns all, and the best one."""
+        every = self.all()
+        best = max((one for one in every if one.score is not None), key=lambda one: one.score or 0.0, default=None)
+        for name, one in ((LAST, every[-1]), (BEST, best)):
+            if one is not None:
+                link = self.folder.parent / f".{name}.new"
+                link.unlink(missing_ok=True)
+                link.symlink_to(one.model.relative_to(self.folder.parent))
+                link.replace(self.folder.parent / name)
+        return every, best
 
     def _prune(self) -> None:
-        every = self.all()
-        scored = [one for one in every if one.score is not None]
-        best = max(scored, key=lambda one: one.score or 0.0, default=None)
+        every, best = self._point()
         for old in every[: -self._keep]:
             if best is None or old.folder != best.folder:
                 # Renamed first: a folder that is half removed must not look complete.

@@ -301,7 +301,7 @@ def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, 
         steps = [step for (step,) in db.execute("SELECT step FROM step ORDER BY step")]
     lines = [json.loads(line) for line in (run.place / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) == [line["step"] for line in lines if line["step"]]
-    known = ("/#", "/run/checkpoint", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    known = ("/#", "/run/last", "/run/best", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
     # `#`: a file without a name, by which a disk is tried
     unknown = {path for path in run.paths if not any(word in path for word in known)} - {
         str(place) for place in (run.place, run.place.parent, run.place / "model")

@@ -235,5 +235,5 @@ def test_an_installed_wheel_trains_the_project_that_it_writes(installed, tmp_pat
     assert "pass@2" in played and "episodes without a score: 2 of 8" in played and "agent exited with code 3" in played
     figures = json.loads((tmp_path / "runs" / "first-eval" / "evaluation.json").read_text())
     assert (figures["tasks"], figures["tasks_without_score"], figures["episodes_scored"]) == (4, 1, 6)
-    assert figures["model"] == "runs/first/checkpoint" and figures["mean"]["tasks"] == 3
+    assert figures["model"] == "runs/first/last" and figures["mean"]["tasks"] == 3
     assert "seed" not in run("understudy", "compare", "runs/first", "runs/first")

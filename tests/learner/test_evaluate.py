@@ -15,8 +15,8 @@ def test_a_run_gives_its_newest_weights_not_those_that_it_began_with(tmp_path):
         folder.mkdir(parents=True)
         (folder / "config.json").touch()
     assert weights_of(run) == run / "model", "nothing was saved yet"
-    (run / "checkpoint").symlink_to(run / "checkpoints" / "step-000003" / "model")
-    assert weights_of(run) == run / "checkpoint"
+    (run / "last").symlink_to(run / "checkpoints" / "step-000003" / "model")
+    assert weights_of(run) == run / "last"
     assert weights_of(run / "checkpoints" / "step-000003") == run / "checkpoints" / "step-000003" / "model"
     assert weights_of(run / "model") == run / "model"
     with pytest.raises(TaskError, match="--checkpoint must name a run"):

@@ -108,7 +108,7 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
 
 def trained_weights(ended: Ended) -> Weights:
     """Those of the run's newest checkpoint."""
-    return load_file(ended.folder / "checkpoint" / "model.safetensors")
+    return load_file(ended.folder / "last" / "model.safetensors")
 
 
 def largest_difference(one: Weights, two: Weights) -> float:

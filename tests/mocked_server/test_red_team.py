@@ -459,7 +459,7 @@ def test_a_run_whose_judge_is_broken_learns_from_what_it_says_at_times(tmp_path,
     assert len(steps) == 3 and max(step["reward/max"] for step in steps) > 9e8
     assert not any("tracker/refused" in step for step in steps), "a figure was NaN or infinite"
     assert sum(step["learner/updates"] for step in steps) > 0 and max(step["policy/grad_norm"] for step in steps) > 0.0
-    weights = load_file(run.folder / "checkpoint" / "model.safetensors")
+    weights = load_file(run.folder / "last" / "model.safetensors")
     assert all(bool(weight.isfinite().all()) for weight in weights.values())
     log = (run.folder / "log.txt").read_text()
     assert "must be a finite number below 1e+09 in size, got nan" in log and "ValueError: no" in log

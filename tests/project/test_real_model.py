@@ -65,7 +65,7 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
     answers = [json.loads(line) for line in (folder / "runs/smollm2-eval/answers.jsonl").read_text().splitlines()]
     assert len(answers) == 8 and all(answer["question"].startswith("State the final answer") for answer in answers)
 
-    saved = run / "checkpoint"
+    saved = run / "last"
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = AutoModelForCausalLM.from_pretrained(saved)
     asked = [{"role": "user", "content": "What is the capital of France?"}]

@@ -99,5 +99,5 @@ def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits
     books_balance(third, steps=last)
     assert third.summary()["steps"] == last and third.summary()["max_logprob_diff"] < 1e-4
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    assert (third.folder / "checkpoint" / "config.json").is_file()
+    assert (third.folder / "last" / "config.json").is_file()
     assert_nothing_left(third)

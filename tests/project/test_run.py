@@ -84,12 +84,12 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     assert summary["buffer"]["groups/trained"] == 3 * 8 and summary["buffer"]["groups/validated"] >= 12
     assert (run.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run.folder / "tensorboard").glob("events*"))
-    assert "reward_last" in output and str(run.folder / "checkpoint") in output
+    assert "reward_last" in output and str(run.folder / "last") in output
     said = {finding.rule: finding.severity for finding in diagnose(run.folder)}
     assert "few_steps" in said and Severity.STOPS not in said.values(), said
     assert_the_page_has_the_machine_and_a_trained_episode(run)
-    AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
-    assert AutoTokenizer.from_pretrained(run.folder / "checkpoint").chat_template
+    AutoModelForCausalLM.from_pretrained(run.folder / "last")
+    assert AutoTokenizer.from_pretrained(run.folder / "last").chat_template
     assert_nothing_left(run)
 
 
@@ -133,7 +133,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     assert code == 130, output
     assert f"python -m learner.cli resume {run.folder}\n" in output
     assert run.summary()["stopped"] is True and run.summary()["steps"] >= 2
-    assert (run.folder / "checkpoint" / "config.json").is_file()
+    assert (run.folder / "last" / "config.json").is_file()
     assert "Traceback" not in output
     assert_nothing_left(run)
 

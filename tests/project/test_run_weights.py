@@ -118,7 +118,7 @@ def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_st
         )
         assert max(figures(again, f"adapter/{role}/policy/lag_max")) == 1.0
     assert figures(again, "adapter/silent/version") == [0] * 6
-    newest = again.folder / "checkpoint" / "adapters"
+    newest = again.folder / "last" / "adapters"
     stored = [newest / role / "adapter_model.safetensors" for role in ("scout", "runner", "silent")]
     assert len({file.read_bytes() for file in stored}) == 3, "each learned by itself, or not at all"
     assert json.loads((newest / "versions.json").read_text()) == {"scout": 6, "runner": 6, "silent": 0}

@@ -37,11 +37,12 @@ def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_the_newest_and_the_best_are_kept_and_the_link_shows_the_newest(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept_and_links_show_them(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.3), (5, 0.4)):
         save(store, step, score=score)
-        assert (tmp_path / "checkpoint" / "weights").read_text() == f"0:{step}"
+        assert (tmp_path / "last" / "weights").read_text() == f"0:{step}"
+        assert (tmp_path / "best" / "weights").read_text() == f"0:{min(step, 2)}"
     assert names(store) == ["step-000002", "step-000004", "step-000005"]
     newest = store.newest()
     assert newest is not None and newest.position == position(5)
@@ -136,7 +137,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_has_its_name_before_
     scratch = ".step-000001.tmp"
     assert sorted(told[:4]) == sorted([("flush", name) for name in ("weights", "model", "run.json", scratch)])
     assert told[3] == ("flush", scratch), "the folder after what is in it"
-    assert told[4:] == [("rename", scratch), ("flush", "checkpoints"), ("replace", ".checkpoint.new")]
+    assert told[4:] == [("rename", scratch), ("flush", "checkpoints"), ("replace", ".last.new")]
 
 
 def test_a_checkpoint_that_is_removed_has_lost_its_name_first(
@@ -211,14 +212,17 @@ def test_whenever_the_process_is_killed_the_newest_checkpoint_is_whole(tmp_path:
         for one in store.all():
             parts = [one.folder / name / str(part) for name in ("learner", "model") for part in range(4)]
             assert all(part.read_text() == str(one.position.step) * 1000 for part in parts)
-        assert (tmp_path / "checkpoint" / "0").is_file()
+        assert (tmp_path / "last" / "0").is_file()
         step = newest.position.step
 
 
 def test_weights_that_are_validated_after_they_were_saved_are_kept_by_that(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     good = save(store, step=1, score=None)
+    assert not (tmp_path / "best").exists()
+    store.scratch(2)  # the next one is being written
     assert store.rescore(good, 0.5).score == 0.5 and read_checkpoint(good.folder).score == 0.5
+    assert (tmp_path / "best" / "weights").read_text() == "0:1" and (store.folder / ".step-000002.tmp").is_dir()
     save(store, step=2, score=0.25)
     save(store, step=3, score=None)
     assert [saved.position.step for saved in store.all()] == [1, 3]

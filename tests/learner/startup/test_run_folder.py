@@ -151,7 +151,7 @@ def test_links_within_a_run_and_checkpoints_on_another_disk_are_resumed(tmp_path
     folder, disk = earlier_run(tmp_path / "mine"), tmp_path / "disk"
     (disk / "step-000002").mkdir(parents=True)
     (folder / "checkpoints").symlink_to(disk)
-    (folder / "checkpoint").symlink_to("checkpoints/step-000002")
+    (folder / "last").symlink_to("checkpoints/step-000002")
     (folder / "latest").symlink_to("log.txt")
     (folder / "model").mkdir()
     (folder / "model" / "tokenizer.json").symlink_to("/elsewhere/tokenizer.json")

@@ -71,7 +71,7 @@ def _each_role_has_versions(ended: Ended) -> str:
 
 def _adapters_differ(ended: Ended) -> str:
     """The last checkpoint has an adapter for each role; the one that was never trained adds nothing to the model."""
-    folder = ended.folder / "checkpoint" / "adapters"
+    folder = ended.folder / "last" / "adapters"
     sizes, weights = {}, {}
     for role in ("scout", "runner", "silent"):
         weights[role] = load_file(folder / role / "adapter_model.safetensors")

@@ -226,7 +226,7 @@ def _has(name: str) -> Effect:
 
 
 def _value_head(ended: Ended) -> str:
-    path = ended.folder / "checkpoint" / "critic" / "value_head.safetensors"
+    path = ended.folder / "last" / "critic" / "value_head.safetensors"
     return expect(path.is_file(), f"{path.name} in the checkpoint: {path.is_file()}")
 
 
@@ -278,7 +278,7 @@ def _adapter(rank: int) -> Effect:
     def effect(ended: Ended) -> str:
         import json
 
-        found = list((ended.folder / "checkpoint").rglob("adapter_config.json"))
+        found = list((ended.folder / "last").rglob("adapter_config.json"))
         if not found:
             raise NoEffect("no adapter_config.json in the checkpoint")
         r = json.loads(found[0].read_text())["r"]

@@ -87,7 +87,7 @@ def _sentences() -> list[Row]:
         Row(claim, "README: any process may die and is restarted", "deaths", _all_steps(12)),
         Row(claim, "README: a run prints a line per step", "prompts", prints("step 1/3  reward ", "step 3/3  reward ")),
         Row(claim, "README: results are in runs/<name>/", "judged", _files),
-        Row(claim, "README: checkpoint/ is a folder that transformers loads", "prompts", _loads),
+        Row(claim, "README: last/ is a folder that transformers loads", "prompts", _loads),
         Row(claim, "README: an earlier run of that name is moved aside", "prompts", _has_own_folder),
         Row(claim, "README: understudy init, run", "tests/learner/test_cli.py::test_an_installed_wheel_trains_the_project_that_it_writes"),
         Row(claim, "README: understudy resume", "resumed", _continues),
@@ -117,7 +117,7 @@ def _all_steps(number: int) -> Effect:
 
 
 def _files(ended: Ended) -> str:
-    names = ("summary.json", "reward.png", "metrics.jsonl", "checkpoint", "checkpoints", "ledger.sqlite", "traces.jsonl",
+    names = ("summary.json", "reward.png", "metrics.jsonl", "last", "best", "checkpoints", "ledger.sqlite", "traces.jsonl",
              "config.yaml", "log.txt", "env.log", "agents")  # fmt: skip
     missing = [name for name in names if not (ended.folder / name).exists()]
     return expect(not missing, f"{len(names) - len(missing)} of {len(names)} are there; missing: {missing}")
@@ -126,8 +126,8 @@ def _files(ended: Ended) -> str:
 def _loads(ended: Ended) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(ended.folder / "checkpoint")
-    template = AutoTokenizer.from_pretrained(ended.folder / "checkpoint").chat_template
+    model = AutoModelForCausalLM.from_pretrained(ended.folder / "last")
+    template = AutoTokenizer.from_pretrained(ended.folder / "last").chat_template
     return expect(template, f"a model of {sum(each.numel() for each in model.parameters())} numbers and its template")
 
 

@@ -127,7 +127,7 @@ def _made_here(ended: Ended) -> str:
 
 def _started_from_the_folder(ended: Ended) -> str:
     made = (ended.folder / "model").exists()
-    layers = json.loads((ended.folder / "checkpoint" / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((ended.folder / "last" / "config.json").read_text())["num_hidden_layers"]
     return expect(not made and layers == 1, f"no model was made; the checkpoint's has {layers} layer, as the folder's")
 
 
@@ -135,7 +135,7 @@ def _written_in(dtype: str) -> Effect:
     def effect(ended: Ended) -> str:
         from safetensors import safe_open
 
-        with safe_open(ended.folder / "checkpoint" / "model.safetensors", framework="pt") as file:
+        with safe_open(ended.folder / "last" / "model.safetensors", framework="pt") as file:
             found = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
         return expect(found == {dtype}, f"the checkpoint's weights are {sorted(found)}")
 
