@@ -1,0 +1,208 @@
+"""A real pretrained model trained by GRPO here and by TRL, on one machine, with the same tasks, batch, rate and sampling.
+
+`python -m benchmarks.peers [--steps 20] [--seeds 0] [--micro-batches 8 16] [--json PATH]`. The model and its tasks are those of
+`understudy demo --real` (env_adapters/smollm2.py); both sides have all cores, and TRL its own environment (benchmarks.learner's).
+TRL plays two steps with each micro-batch size first, and then whole runs with the one that is fastest; its memory is of the one
+that takes least. Each side validates every `--every` steps with one greedy answer for each task, which is not counted in its time.
+
+Figures: `step_vs_trl`, the median step's time, theirs over ours; `time_to_target_vs_trl`, the same of the time until a validation
+reached `--target`; `peak_memory_vs_trl`, ours over theirs, the largest proportional set size (PSS) of all processes, seen once a
+second. A side that did not reach the target has `null`. Invariant: sides run one after the other, never together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import ROOT, call, metric_lines, parser_of, play, run_to_end
+from benchmarks.learner import trl_python
+from buffers.tasks.parquet import read_tasks
+from env_adapters import smollm2
+from learner.startup.model_and_tasks import plain_folder
+
+TRL_SIDE = ROOT / "benchmarks" / "rivals" / "trl_grpo_side.py"
+RATE, GROUPS, GROUP_SIZE, MAX_TOKENS = 1e-5, 8, 8, 64
+LIMIT_S = 4 * 3600.0
+
+
+class PeakMemory:
+    """The largest PSS of the processes below one of ours, in MiB."""
+
+    def __init__(self) -> None:
+        self.mib = 0.0
+        self._pid = 0
+        self._over = threading.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[PeakMemory]:
+        """Looks once a second while the body runs; the body calls `started`."""
+        watcher = threading.Thread(target=self._watch)
+        watcher.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            watcher.join()
+
+    def started(self, pid: int) -> None:
+        """The process whose children, and theirs, are counted with it."""
+        self._pid = pid
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            if self._pid:
+                self.mib = max(self.mib, _pss(self._pid) / 2**20)
+
+
+def _pss(pid: int) -> int:
+    """Bytes of a process and all below it; shared pages count once."""
+    try:
+        parent = psutil.Process(pid)
+        processes = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has just ended
+    return total
+
+
+def ours(folder: Path, made: Path, *, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A run of this project's own configuration, with TRL's rate and batch, which are that configuration's too."""
+    name = f"ours-{seed}"
+    words = [
+        f"run.dir={folder}", f"run.name={name}",
+        f"model.path={made / smollm2.MODEL}", f"data.tasks={made / 'train.parquet'}",
+        f"data.validation.tasks={made / 'test.parquet'}", f"data.validation.every={arguments.every}",
+        f"run.steps={arguments.steps}", f"run.seed={seed}",
+        f"learner.lr={RATE}", f"buffer.groups_per_step={GROUPS}", f"buffer.group_size={GROUP_SIZE}",
+        f"rollout.max_tokens={MAX_TOKENS}", *arguments.override,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "learner.run", "--config", "smollm2", *words]
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count())} if "OMP_NUM_THREADS" not in os.environ else {}
+    with PeakMemory().watched() as memory:
+        run_to_end(
+            command, log=folder / f"{name}.log", limit_s=LIMIT_S, started=memory.started, environment=environment
+        )
+    lines = metric_lines(folder / name)
+    steps = [line for line in lines if "reward/mean" in line]
+    return {
+        "step_s": [step["time/step_s"] for step in steps],
+        "rewards": [step["reward/mean"] for step in steps],
+        "validation": [[int(line["val/step"]), line["val/mean"]] for line in lines if "val/mean" in line],
+        "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
+        "peak_mib": memory.mib,
+    }
+
+
+def trl(
+    folder: Path, made: Path, model: Path, *, micro_batch: int, seed: int, steps: int, every: int
+) -> dict[str, Any]:
+    """A run of TRL's trainer."""
+    tasks = {
+        name: [{"prompt": task.prompt, "truth": task.ground_truth} for task in read_tasks(made / f"{name}.parquet")]
+        for name in ("train", "test")
+    }
+    with PeakMemory().watched() as memory:
+        (figures,) = call(
+            TRL_SIDE, python=trl_python(log=folder / "install"), folder=folder, limit_s=LIMIT_S, started=memory.started,
+            model=model, **tasks, micro_batch=micro_batch, groups=GROUPS, group_size=GROUP_SIZE, max_tokens=MAX_TOKENS,
+            lr=RATE, steps=steps, every=every, seed=seed, threads=os.cpu_count(), gradient_checkpointing=False,
+        )  # fmt: skip
+    return {**figures, "micro_batch": micro_batch, "peak_mib": memory.mib}
+
+
+def time_to(run: dict[str, Any], target: float) -> float | None:
+    """Seconds of the steps before the first validation that reached the target; None where none did."""
+    reached = next((step for step, score in run["validation"] if score >= target), None)
+    return None if reached is None else sum(run["step_s"][:reached])
+
+
+def figures(
+    own: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]], *, target: float
+) -> dict[str, Any]:
+    """What is compared: medians over the runs of all seeds. A process's first step is left out of step times: it warms up."""
+    step_s = {
+        side: median(second for run in runs for second in run["step_s"][1:])
+        for side, runs in (("ours", own), ("trl", theirs))
+        if runs
+    }
+    found: dict[str, Any] = {
+        "step_s": step_s,
+        "peak_mib": {"ours": max(run["peak_mib"] for run in own), "trl": min(run["peak_mib"] for run in tried)},
+        "seconds_to_target": {
+            side: [time_to(run, target) for run in runs] for side, runs in (("ours", own), ("trl", theirs))
+        },
+    }
+    found["peak_memory_vs_trl"] = found["peak_mib"]["ours"] / found["peak_mib"]["trl"]
+    if theirs:
+        found["step_vs_trl"] = step_s["trl"] / step_s["ours"]
+        mine, other = (found["seconds_to_target"][side] for side in ("ours", "trl"))
+        whole = None not in mine and None not in other
+        found["time_to_target_vs_trl"] = median(other) / median(mine) if whole else None
+    return found
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """TRL's sizes, then ours and TRL in turn, seed by seed."""
+    made = smollm2.make(arguments.data)
+    model = plain_folder(made / smollm2.MODEL, to=folder / "model", dtype="float32", say=print)
+    tried: list[dict[str, Any]] = []
+    for micro_batch in arguments.micro_batches:
+        tried.append(trl(folder, made, model, micro_batch=micro_batch, seed=0, steps=3, every=4))
+        print(
+            f"TRL, micro-batches of {micro_batch}: steps of {tried[-1]['step_s']} s, {tried[-1]['peak_mib']:,.0f} MiB"
+        )
+        yield {"trl_tried": tried}
+    fastest = min(tried, key=lambda run: median(run["step_s"][1:]))["micro_batch"]
+    own: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    for seed in arguments.seeds:
+        own.append(ours(folder, made, seed=seed, arguments=arguments))
+        print(
+            f"ours, seed {seed}: {median(own[-1]['step_s'][1:]):.1f} s a step, validation {own[-1]['validation']}",
+            flush=True,
+        )
+        yield {"trl_tried": tried, "runs": {"ours": own, "trl": theirs}}
+        size = {"micro_batch": fastest, "steps": arguments.steps, "every": arguments.every}
+        theirs.append(trl(folder, made, model, seed=seed, **size))
+        print(
+            f"TRL, seed {seed}: {median(theirs[-1]['step_s'][1:]):.1f} s a step, validation {theirs[-1]['validation']}"
+        )
+        runs = {"ours": own, "trl": theirs}
+        yield {"trl_tried": tried, "runs": runs, **figures(own, theirs, tried, target=arguments.target)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of("peers", doc=__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="updates of each run (default 20)")
+    parser.add_argument("--every", type=int, default=5, help="steps between validations (default 5)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--target", type=float, default=0.8, help="validation score that is waited for (default 0.8)")
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 16, 32], help="TRL's, tried for two steps")
+    parser.add_argument("--data", type=Path, default=Path("data/smollm2"), help="folder of model and tasks")
+    parser.add_argument("--override", action="append", default=[], metavar="section.key=value", help="of our runs")
+    arguments = parser.parse_args(argv)
+    if arguments.steps < 2 or any(GROUPS * GROUP_SIZE % size for size in arguments.micro_batches):
+        parser.error(
+            f"--steps must be >= 2 and --micro-batches must divide {GROUPS * GROUP_SIZE}, got {arguments.steps} and "
+            f"{arguments.micro_batches}"
+        )
+    return play("peers", arguments, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
