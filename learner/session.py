@@ -272,7 +272,7 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
         "last weights": LAST,
         "tensorboard": "tensorboard",
     }
-    for name, file in (files | {"tensorboard": "tensorboard"}).items():
+    for name, file in files.items():
         if (folder / file).exists():
             console.print(f"{name:>12}: {folder / file}", highlight=False, soft_wrap=True)
 
