@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Images of Python like to set it. Without bytecode each process compiles vLLM and transformers anew: an import takes 13 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long matrix mutants agents faults seams check lint fast ci setup format docs clean
+.PHONY: demo test test-long matrix mutants agents faults seams check check-one lint fast ci setup format docs clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -48,6 +48,13 @@ seams: $(READY)  ## what is relied on inside vLLM, on the CUDA wheel of each ver
 
 check: $(READY)  ## format, lint, types and fast tests, side by side: a minute
 	$(MAKE) --no-print-directory -j 2 lint fast
+
+DIR ?= tests
+check-one: $(READY)  ## the same of one folder or file of tests: make check-one DIR=tests/learner/training
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q -n 0 -x $(PYTEST_ARGS) -m "not engine and not slow and not long and not outside" $(DIR)
 
 lint: $(READY)
 	$(PY) -m ruff format --check .

@@ -12,6 +12,7 @@ the terminal never reaches it. It has the environment that this process has when
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import select
@@ -198,6 +199,7 @@ class _Child(process.BaseProcess):
     def run(self) -> None:
         if not self._watches:
             end_with(self._starter)
+        faulthandler.register(signal.SIGUSR1)
         if self._prepare is not None:
             self._prepare()
         super().run()

@@ -77,6 +77,9 @@ class RunConfig(Section):
     trusted_network: bool = False
     """Nobody else is on the network between the run's machines: what crosses it is signed, and not encrypted. The
     learner's ranks on other nodes need it. Nothing crosses a network without `buffer.node` and RAY_ADDRESS."""
+    debug: bool = False
+    """The learner's rank and the agent loops run in the run's own process, on its event loop, and what they, scorers, tools and
+    environments raise stops in Python's debugger, as `breakpoint()` does anywhere. `understudy run --debug` sets it."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
@@ -631,6 +634,10 @@ class Config(Section):
             raise ValueError(
                 f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "
                 f"learner.advantage={learner.advantage}, got {fewest}; set agents.fewest_members={self.buffer.group_size}"
+            )
+        if self.run.debug and learner.ranks > 1:
+            raise ValueError(
+                f"run.debug needs learner.ranks=1, as it runs in this process, got {learner.ranks}; set learner.ranks=1"
             )
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
             raise ValueError(

@@ -22,6 +22,9 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from buffers.debugger import stop_at
+from buffers.errors import UnderstudyError
+
 T = TypeVar("T")
 
 CLEAN_UP_S = 1.0
@@ -46,6 +49,8 @@ class CaughtException:
     ) -> bool:
         if not self._passes(error):
             self.error = error
+        if self.error is not None and not isinstance(self.error, UnderstudyError):
+            stop_at(self.error)
         return self.error is not None
 
     def _passes(self, error: BaseException | None) -> bool:

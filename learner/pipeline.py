@@ -293,6 +293,7 @@ class Pipeline:
             keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
+            here=config.run.debug,
             more={"longest_row": config.rollout.max_model_len}
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),

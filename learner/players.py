@@ -50,6 +50,7 @@ def make_players(config: Config) -> Players:
             num_workers=max(1, config.agents.processes),
             score_fn=rewards.score if rewards else None,
             temperature=config.rollout.temperature,
+            here=config.run.debug,
         )
     plain = {PLAIN} if scorer else set()
     environments = {spec.name for spec in specs if spec.target == SHIPPED["env_agent"]}

@@ -7,7 +7,9 @@ Heavy imports come last: `--help` answers at once, and a missing file is reporte
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +41,7 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
     """Run once. Exit codes: 0 done, 1 the run failed, 2 unusable configuration, 130 stopped by Ctrl-C. `program`: what the user
     calls it by."""
     guard_output()
+    faulthandler.register(signal.SIGUSR1)  # each thread's stack, into the run's log; so do all processes of ours
     parser = argparse.ArgumentParser(
         prog=program,
         description="Train the model behind an agent: engine, server, agents and learner in one command.",
@@ -65,7 +68,12 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
         "--gpus", default="", metavar="[NODES x]CARDSxGIB",
         help="with --dry-run: as if these were there, such as 8x80 or 2x8x80 (default: the cards of this machine)",
     )  # fmt: skip
+    parser.add_argument(
+        "--debug", action="store_true",
+        help="stop in Python's debugger where code of yours fails, or at its breakpoint(); sets run.debug",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
+    arguments.overrides += ["run.debug=true"] if arguments.debug else []
     if arguments.gpus and not arguments.dry_run:
         parser.error(f"--gpus describes cards for --dry-run, got --gpus {arguments.gpus} without it; add --dry-run")
     if arguments.keep_running and sys.platform != "linux":

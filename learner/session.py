@@ -13,11 +13,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from buffers.debugger import debugger_on
 from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
 from buffers.ledger.answers import first_and_last, in_a_line
@@ -57,6 +58,7 @@ def run_session(
     folder = Path(config.run.dir) / config.run.name
     log = folder / LOG
     with (
+        ExitStack() as stack,
         claimed(folder, resume=resume, elsewhere=bool(config.buffer.node)) as (again, checkpoint),
         own_terminal(log) as terminal,
         signals_end_at_once(partial(_way_on, folder, program=program), terminal=terminal),
@@ -68,7 +70,8 @@ def run_session(
             write_config(folder, config)
         (folder / "summary.json").unlink(missing_ok=True)  # of the process before
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        console = Terminal(terminal)
+        stack.enter_context(debugger_on(terminal) if config.run.debug else nullcontext())
+        console = Terminal(terminal, force_terminal=False if config.run.debug else None)  # no panel before a debugger
         say = partial(console.print, highlight=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:

@@ -20,7 +20,7 @@ from agents.workers.config import LoopSpec
 from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError, UnderstudyError
 from buffers.records import Task
-from buffers.remote.actor import ActorDied, ChildActor
+from buffers.remote.actor import HERE, ActorDied, ChildActor
 from configs.fork_server import own_context
 
 TITLE = "understudy::loop_worker"
@@ -50,7 +50,7 @@ def loop_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AgentLoopManager:
-    """`score_fn`: judges episodes whose loop gives no reward of its own."""
+    """`score_fn`: judges episodes whose loop gives no reward of its own; `here`: workers are tasks of this process."""
 
     def __init__(
         self,
@@ -59,7 +59,9 @@ class AgentLoopManager:
         num_workers: int,
         score_fn: ScoreFn | None = None,
         temperature: float = 1.0,
+        here: bool = False,
     ) -> None:
+        self._here = here
         self._loops = tuple(loops)
         self._num_workers = num_workers
         self._score_fn = score_fn
@@ -89,7 +91,7 @@ class AgentLoopManager:
             loops=self._loops, model_path=model_path, server_url=server_url, worker_key=worker_key,
             prompt_length=prompt_length, response_length=response_length, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        context = own_context({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+        context = HERE if self._here else own_context({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
         self._make_actor = partial(ChildActor, context, TITLE, AgentLoopWorker, settings)
         self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
         settled = await asyncio.gather(

@@ -21,13 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from multiprocessing import process
+from multiprocessing import Pipe, process
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import setproctitle
 
+from buffers.debugger import stop_at
 from buffers.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class Actor(ABC):
 
 class ChildActor(Actor):
     """`make(*arguments, **options)` in a child of this process. `context`: of multiprocessing, which starts it
-    (`configs.fork_server.own_context`); `title`: of the process."""
+    (`configs.fork_server.own_context`), or `HERE`; `title`: of the process."""
 
     def __init__(self, context: Any, title: str, make: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         self._title = title
@@ -164,6 +166,30 @@ class ChildActor(Actor):
                 future.set_exception(self._death)
 
 
+class _Task:
+    """The substitute of a child: its program is a task of this process's event loop."""
+
+    exitcode = 0
+
+    def __init__(self, *, args: tuple[Connection, str], **_: Any) -> None:
+        self._connection = Connection(os.dup(args[0].fileno()))
+        self.pid = os.getpid()
+
+    def start(self) -> None:
+        self._running = asyncio.create_task(_Host(self._connection).run())
+        self._running.add_done_callback(lambda _: self._connection.close())
+
+    def kill(self) -> None:
+        self._running.get_loop().call_soon_threadsafe(self._running.cancel)
+
+    def join(self) -> None:
+        """Nothing outlives it."""
+
+
+HERE = SimpleNamespace(Pipe=Pipe, Process=_Task)
+"""A context whose processes are tasks of this one: a debugger that stops in one has all others before it, too."""
+
+
 def _main(connection: Connection, title: str) -> None:
     """The child's program: does what it is asked until the pipe ends."""
     setproctitle.setproctitle(title)
@@ -184,8 +210,12 @@ class _Host:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._take)
-        await self._ended.wait()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.fileno(), self._take)
+        try:
+            await self._ended.wait()
+        finally:
+            loop.remove_reader(self._connection.fileno())
 
     def _take(self) -> None:
         message = None
@@ -225,6 +255,7 @@ class _Host:
         except BaseException as error:  # torch's CheckpointException is no Exception
             if not isinstance(error, UnderstudyError):
                 logger.exception("%s failed", method or "the start")
+                stop_at(error)
             self._connection.send((number, None, _failure(error, in_start=number == _MAKE)))
             if number == _MAKE:
                 self._ended.set()

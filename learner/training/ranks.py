@@ -19,7 +19,7 @@ from typing import Any
 
 from buffers.errors import StorageFull, UnderstudyError
 from buffers.records import TrainBatch
-from buffers.remote.actor import Actor, ActorDied, ActorRefused, ChildActor
+from buffers.remote.actor import HERE, Actor, ActorDied, ActorRefused, ChildActor
 from buffers.weights.node_weights import same_on
 from configs.child_processes import python_path
 from configs.fork_server import own_context
@@ -69,7 +69,8 @@ class RankAt:
 
 
 class LearnerRanks:
-    """`places`: the place of each rank, asked for at each start. `trainer`: what a rank is, with `more` arguments of its own."""
+    """`places`: the place of each rank, asked for at each start. `trainer`: what a rank is, with `more` arguments of its own.
+    `here`: the only rank is a task of this process."""
 
     def __init__(
         self,
@@ -83,8 +84,10 @@ class LearnerRanks:
         places: Callable[[], Sequence[RankAt]] | None = None,
         trainer: Callable[..., Trainer] = Trainer,
         more: Mapping[str, Any] | None = None,
+        here: bool = False,
     ) -> None:
         self._config = config
+        self._here = here
         self._settings = {
             "model_path": model_path,
             "dtype": dtype,
@@ -113,7 +116,7 @@ class LearnerRanks:
             group = {"address": address, "world_size": len(self._places)}
             device = "cuda:0" if place.device else "cpu"  # a rank sees its own card only
             self._actors.append(
-                _actor(place, self._trainer, rank, self._config, **self._settings, device=device, **group)
+                _actor(place, self._here, self._trainer, rank, self._config, **self._settings, device=device, **group)
             )
         await self._until_all(_START, [actor.ready() for actor in self._actors])
 
@@ -268,10 +271,13 @@ class LearnerRanks:
         self._actors = []
 
 
-def _actor(place: RankAt, trainer: Callable[..., Trainer], rank: int, *arguments: Any, **options: Any) -> Actor:
+def _actor(
+    place: RankAt, here: bool, trainer: Callable[..., Trainer], rank: int, *arguments: Any, **options: Any
+) -> Actor:
     environment = {"CUDA_VISIBLE_DEVICES": place.device} if place.device else {"OMP_NUM_THREADS": "1"}
     if not place.ray_node:
-        return ChildActor(own_context(environment), f"{TITLE}_{rank}", trainer, *arguments, rank=rank, **options)
+        context = HERE if here else own_context(environment)
+        return ChildActor(context, f"{TITLE}_{rank}", trainer, *arguments, rank=rank, **options)
     from buffers.remote.ray_actor import RayActor, on_node
 
     # Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`).

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from buffers.errors import StorageFull, TaskError
-from buffers.remote.actor import ActorDied, ActorRefused, CallFailed, ChildActor
+from buffers.remote.actor import HERE, ActorDied, ActorRefused, CallFailed, ChildActor
 from configs.fork_server import own_context
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import gone
@@ -72,8 +72,12 @@ class Counter:
         return self.cancelled
 
 
-def actor(start: int = 0, **options: Any) -> ChildActor:
-    return ChildActor(own_context({"OMP_NUM_THREADS": "1"}), "understudy::counter", Counter, start, **options)
+def actor(start: int = 0, *, here: bool = False, **options: Any) -> ChildActor:
+    context = HERE if here else own_context({"OMP_NUM_THREADS": "1"})
+    return ChildActor(context, "understudy::counter", Counter, start, **options)
+
+
+anywhere = pytest.mark.parametrize("here", [False, True], ids=["child", "here"])
 
 
 async def test_calls_are_made_in_their_order_in_a_process_with_its_environment_and_title(
@@ -91,8 +95,9 @@ async def test_calls_are_made_in_their_order_in_a_process_with_its_environment_a
     assert gone(counter.pid)
 
 
-async def test_what_a_method_raises_ends_its_own_call_only() -> None:
-    counter = actor()
+@anywhere
+async def test_what_a_method_raises_ends_its_own_call_only(here: bool) -> None:
+    counter = actor(here=here)
     with pytest.raises(StorageFull, match=r"^no room$"):
         await counter.call("fail", "ours")
     with pytest.raises(CallFailed, match=r"^LookupError: else$"):
@@ -107,10 +112,13 @@ async def test_what_a_method_raises_ends_its_own_call_only() -> None:
         await counter.call("add", lambda: None)
     assert await counter.call("add", 1) == 1
     counter.kill()
+    with pytest.raises(ActorDied, match=r"^understudy::counter was ended$"):
+        await counter.call("add", 1)
 
 
-async def test_a_call_that_is_given_up_is_cancelled_there_and_others_go_on() -> None:
-    counter = actor()
+@anywhere
+async def test_a_call_that_is_given_up_is_cancelled_there_and_others_go_on(here: bool) -> None:
+    counter = actor(here=here)
     long, short = counter.call("wait", 3600.0), counter.call("wait", 0.0)
     await asyncio.wait_for(short, PATIENCE_S)
     long.cancel()

@@ -29,6 +29,8 @@ def _run_rows() -> list[Row]:
         Row("run.checkpoints.keep", "", "mix", _checkpoints([3, 4], of="prompts")),
         Row("run.trackers", "tensorboard", "mix", _tensorboard),
         *[Row("run.trackers", name, name, refused(*REFUSALS[name][1])) for name in ("wandb", "mlflow", "swanlab")],
+        Row("run.debug", True, "tests/project/test_debug.py::test_a_debugged_run_stops_in_the_users_code_with_learner_and_loops_in_its_process_and_goes_on"),
+        Row("run.debug", False, "tests/learner/training/test_ranks.py::test_death_of_a_rank_names_it_and_ends_the_others"),
         Row("run.reward_optimum", "null", "prompts", _optimum(None)),
         Row("run.reward_optimum", "set", "mix", _optimum(1.0)),
         Row("model.path", "tiny", "prompts", _made_here),
