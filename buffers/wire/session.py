@@ -23,7 +23,7 @@ import msgspec
 
 from buffers.wire.address import OtherVersion, WireError
 
-PROJECT = "0.1.0"
+PROJECT = "0.2.0.dev0"
 LANGUAGE = 2
 """Raise it when what is said over the wire changes: the greeting, a message's kind, or its body."""
 MAX_PART_BYTES = 1 << 20

@@ -192,7 +192,7 @@ def test_another_version_is_refused_in_one_line_by_both_sides(
         with Connection(listener.address, secret=SECRET) as good:
             assert ask(good, 1) == 1
         assert listener.num_peers == 1
-    own = f"0.1.0 (wire {session_module.LANGUAGE})"
+    own = f"{session_module.PROJECT} (wire {session_module.LANGUAGE})"
     assert f"both sides must run the same version of this project, here it is {own}, got 9.9.9" in caplog.text
 
 
