@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.imports import MAY_IMPORT, OWNERS, PARTS_MEET  # noqa: E402
+
 # docs/results.md, and the rows of it that the README shows.
 
 RESULTS = """\
@@ -280,7 +282,33 @@ def escaped(said: str) -> str:
     return "".join(f"\\{each}" if each in "[]<>*_`|" else each for each in said)
 
 
+# Who may import whom, in docs/architecture.md.
+
+
+def imports() -> str:
+    """A row for each folder."""
+    rows = [
+        f"| `{folder}` | {', '.join(f'`{one}`' for one in sorted(may)) or 'nothing of ours'} |"
+        for folder, may in MAY_IMPORT.items()
+    ]
+    rows.append(
+        f"| {', '.join(f'`{file}`' for file in sorted(PARTS_MEET))} | everything: the only places where parts meet |"
+    )
+    return "\n".join(["| folder | may import |", "|---|---|", *rows]) + "\n"
+
+
+def owners() -> str:
+    """A row for each file, or kind of files, that may import heavy packages."""
+    packages: dict[tuple[str, ...], list[str]] = {}
+    for package, files in OWNERS.items():
+        packages.setdefault(tuple(sorted(files)), []).append(package)
+    rows = [f"| {', '.join(names)} | {', '.join(f'`{file}`' for file in files)} |" for files, names in packages.items()]
+    return "\n".join(["| package | imported by |", "|---|---|", *rows]) + "\n"
+
+
 MADE = {
+    "imports": (imports, "docs/architecture.md", "imports"),
+    "owners": (owners, "docs/architecture.md", "owners"),
     "results": (results, "docs/results.md", ""),
     "short": (short, "README.md", "results"),
     "models": (models, "docs/models.md", ""),

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from buffers.outgoing import BOUNDS, ENGINE, MCP, ROLE, AnswerRefused, Bounds, Outgoing
-from scripts.made_pages import CLIENTS_OF_OTHERS, OURS, written
+from scripts.made_pages import CLIENTS_OF_OTHERS, OURS
 from tests.support.faults.hostile_http import BOMB, ENDLESS, hostile, whole
 from tests.support.patience import PATIENCE_S
 
@@ -87,12 +87,6 @@ async def test_an_answer_of_just_the_limit_is_taken() -> None:
     async with hostile(whole(b"x" * 1000)) as server:
         (answer,) = await ask(SMALL, server.url)
     assert answer.content == b"x" * 1000
-
-
-def test_the_table_of_the_document_is_made_from_the_code() -> None:
-    assert (ROOT / "SECURITY.md").read_text(encoding="utf-8") == written("outgoing"), (
-        "run `python scripts/made_pages.py --write`"
-    )
 
 
 def test_nothing_of_ours_goes_out_over_http_by_another_way() -> None:

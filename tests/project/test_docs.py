@@ -20,6 +20,7 @@ from configs.schema import Config
 from learner.cli import COMMANDS
 from learner.reporting.run_metrics import History
 from mocked_server.fleet.engine_watch import EngineRates, metrics_of
+from scripts.made_pages import MADE, written
 from tests.mocked_server.fleet.scripted_figures import figures
 
 ROOT = Path(__file__).parents[2]
@@ -63,19 +64,9 @@ def test_the_code_map_is_what_the_docstrings_say():
     assert text("docs/code-map.md") == generated("scripts/code_map.py"), "write it: make docs"
 
 
-def test_what_is_refused_and_ignored_is_what_the_rules_say():
-    tables = re.findall(r"^<!-- (?:refused|ignored) -->\n(.*?)^<!-- /", text("docs/agents.md"), flags=re.M | re.S)
-    assert "".join(tables) == generated("scripts/made_pages.py", "refused", "ignored"), "write it: make docs"
-
-
-def test_the_results_are_what_the_benchmarks_reports_say():
-    assert text("docs/results.md") == generated("scripts/made_pages.py", "results"), "write it: make docs"
-    (block,) = re.findall(r"^<!-- results -->\n(.*?)^<!-- /results -->$", text("README.md"), flags=re.M | re.S)
-    assert block == generated("scripts/made_pages.py", "short"), "write it: make docs"
-
-
-def test_the_page_of_models_is_what_its_report_says():
-    assert text("docs/models.md") == generated("scripts/made_pages.py", "models"), "write it: make docs"
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_is_what_code_and_reports_say(name: str) -> None:
+    assert text(MADE[name][1]) == written(name), "write it: make docs"
 
 
 def test_the_readme_is_one_page():
