@@ -103,7 +103,7 @@ class CheckpointStore:
             _flush(scratch)
             scratch.rename(target)
             _flush_folder(self.folder)
-        self._point_to(target / "model")
+        self.point_to(target / "model")
         self._prune()
         return read_checkpoint(target)
 
@@ -120,8 +120,8 @@ class CheckpointStore:
         _flush_folder(checkpoint.folder)
         return replace(checkpoint, score=score)
 
-    def _point_to(self, model: Path) -> None:
-        """`<run>/checkpoint` is the newest Hugging Face folder."""
+    def point_to(self, model: Path) -> None:
+        """`<run>/checkpoint` is this Hugging Face folder; after a commit it is the newest."""
         link = self.folder.parent / ".checkpoint.new"
         link.unlink(missing_ok=True)
         link.symlink_to(model.relative_to(self.folder.parent))

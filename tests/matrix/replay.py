@@ -87,10 +87,10 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
     passes: list[int] = []
     trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
-        if config["warm_start.demonstrations"]:
+        if config["sft.demonstrations"]:
             trainer.warm_start(
-                Path(config["warm_start.demonstrations"]), steps=config["warm_start.steps"], batch_size=WARM_START_BATCH,
-                lr=config["warm_start.lr"], seed=config["run.seed"],
+                Path(config["sft.demonstrations"]), steps=config["sft.steps"], batch_size=WARM_START_BATCH,
+                lr=config["sft.lr"], seed=config["run.seed"],
             )  # fmt: skip
             passes.clear()
         metrics = []

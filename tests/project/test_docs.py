@@ -31,12 +31,12 @@ OTHER_DOTTED = {"data.log", "env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|reward|staleness|throughput|time|tracker|val|"
-    "warm_start"
+    "sft"
 )
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
 ]  # fmt: skip
-COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
+COMPOSED = {"sft/first_loss", "sft/last_loss", "sft/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "closed")
 }
 """Metrics whose names the code puts together from parts."""

@@ -1,4 +1,4 @@
-"""Rules of learner/training/warm_start.py, with the tiny model's own tokenizer."""
+"""Rules of learner/training/sft.py, with the tiny model's own tokenizer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rules of learner/training/warm_start.py: the ids are those of real play, and only the policy's own tokens are
+"""Rules of learner/training/sft.py: the ids are those of real play, and only the policy's own tokens are
 trained."""
 
 from collections.abc import Iterator

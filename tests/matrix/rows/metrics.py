@@ -121,9 +121,9 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "learner/tokens": (GRPO, _equals("learner/tokens", "batch/tokens")),
         "learner/raw_over_unique": ("rounds", metric("learner/raw_over_unique", lambda values: 1.1 < max(values) < 8)),
         "learner/trained_tokens": (GRPO, _equals("learner/trained_tokens", "batch/trained_tokens")),
-        "warm_start/first_loss": ("mix", positive("warm_start/first_loss")),
-        "warm_start/last_loss": ("mix", _less("warm_start/last_loss", "warm_start/first_loss")),
-        "warm_start/seconds": ("mix", positive("warm_start/seconds")),
+        "sft/first_loss": ("mix", positive("sft/first_loss")),
+        "sft/last_loss": ("mix", _less("sft/last_loss", "sft/first_loss")),
+        "sft/seconds": ("mix", positive("sft/seconds")),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rows of `run.*`, `model.*`, `data.*` and `warm_start.*`."""
+"""Rows of `run.*`, `model.*`, `data.*` and `sft.*`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _run_rows() -> list[Row]:
         Row("model.dtype", "bfloat16", learner_name("opo"), _written_in("BF16")),
         Row("model.trust_remote_code", True, f"{FOLDERS}::test_a_folder_of_the_hub_learns"),
         Row("model.trust_remote_code", False, f"{CHECKS}::test_a_model_that_cannot_be_used_is_refused_with_a_remedy"),
-        Row("warm_start.demonstrations", "", "mix", all_of(_warmed, trains("warm_start.demonstrations", ""))),
-        Row("warm_start.steps", "", "mix", trains("warm_start.steps", 2)),
-        Row("warm_start.lr", "", "mix", trains("warm_start.lr", 1e-4)),
+        Row("sft.demonstrations", "", "mix", all_of(_warmed, trains("sft.demonstrations", ""))),
+        Row("sft.steps", "", "mix", trains("sft.steps", 2)),
+        Row("sft.lr", "", "mix", trains("sft.lr", 1e-4)),
     ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _written_in(dtype: str) -> Effect:
     return effect
 
 
-_warmed = metric("warm_start/last_loss", lambda losses: len(losses) == 1 and losses[0] > 0)
+_warmed = metric("sft/last_loss", lambda losses: len(losses) == 1 and losses[0] > 0)
 
 
 def _three_of_one_for_each_of_the_other(ended: Ended) -> str:
