@@ -409,8 +409,7 @@ class Pipeline:
         """SFT without validation tasks: nobody plays, so there is no engine, server or ledger."""
         model = await self._prepare(make_players(self._config))
         await self._find_nodes(stack, model=model)
-        with self._display.phase("starting the learner"):
-            _, starting = self._start_learner(stack, model=model)
+        _, starting = self._start_learner(stack, model=model)
         await starting
         self._has_ended = True
         self.history.finish({}, {}, self._restart_limit.figures())

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,8 @@ class DemonstrationRenderer:
     answer. `last_only`: of each conversation the last answer is trained. `longest`: tokens of a prompt and its answer, at most."""
 
     def __init__(
-        self, renderer: Any, *, strict: bool, stops: Iterable[int], last_only: bool, longest: int, refusal: type[Exception]
+        self, renderer: Any, *, strict: bool, stops: Iterable[int], last_only: bool, longest: int,
+        refusal: type[Exception], make_params: Callable[[Sequence[Mapping[str, Any]] | None], Any],
     ) -> None:
         self._renderer = _Renderer(renderer)
         self._tokenizer = renderer.get_tokenizer()
@@ -77,6 +79,9 @@ class DemonstrationRenderer:
         self._stop_texts = [text for text, token in self._tokenizer.get_added_vocab().items() if token in self._stops]
         self._last_only = last_only
         self._longest = longest
+        self._known: dict[str, Any] = {}
+        """The last tools' parameters."""
+        self._make_params = make_params
         marks = [text for text in self._tokenizer.get_added_vocab() if text.strip()]
         self._mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
 
@@ -97,7 +102,7 @@ class DemonstrationRenderer:
 
     async def _rounds(self, trace: Trace) -> list[Round]:
         """Those of an episode in which the policy gave the conversation's answers."""
-        messages = [{key: value for key, value in each.items() if key != "weight"} for each in trace.messages]
+        messages = list(map(_as_asked, deepcopy(trace.messages)))  # vLLM's renderer changes the calls that it is given
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise Unlearnable("it has no message of the assistant")
@@ -106,7 +111,7 @@ class DemonstrationRenderer:
         trained = {at for at in answers[-1 if self._last_only else 0 :] if trace.messages[at].get("weight") != 0}
         if not trained or trace.weight == 0.0:
             raise Unlearnable("each of its answers has a weight of 0")
-        params = _chat_params(trace.tools)
+        params = self._params(trace.tools)
         live = LiveEpisode(
             episode=Episode(episode_id="demonstration", task=Task(task_id="-", prompt=[]), group_id=0, sample_index=0)
         )
@@ -151,10 +156,12 @@ class DemonstrationRenderer:
 
     def _answer(self, messages: list[Message], at: int, *, params: Any) -> Int32:
         """[S] the ids that the policy samples when it gives this answer: with the token that ends it."""
-        message = messages[at]
-        self._check_words(message)
+        self._check_words(messages[at])
         asks, body = self._turn(messages, at, params=params)
-        for part in _parts(message):
+        if (reasoning := messages[at].get("reasoning")) and str(reasoning).strip() not in body:
+            messages = [*messages[:at], _with_reasoning_within(messages[at])]  # a template may know it as text only
+            asks, body = self._turn(messages, at, params=params)
+        for part in _parts(messages[at]):
             if part not in body:
                 raise Unlearnable(f"the chat template does not show all of answer {at}: {part[:80]!r} is not in {body[:200]!r}")
         marks = [*self._mark.finditer(asks)]
@@ -227,13 +234,32 @@ class DemonstrationRenderer:
 
     def _check_tools(self, messages: list[Message], params: Any) -> None:
         if params.chat_template_kwargs.get("tools") and self._text(messages, params) == self._text(
-            messages, _chat_params(None)
+            messages, self._params(None)
         ):
             raise Unlearnable("the chat template does not show its tools")
+
+    def _params(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        """What vLLM's layer renders a chat with that offers these tools."""
+        name = json.dumps(tools)
+        if name not in self._known:
+            self._known = {name: self._make_params(tools)}
+        return self._known[name]
 
     def _text(self, messages: Sequence[Message], params: Any, *, asks: bool = False) -> str:
         kwargs = {**params.chat_template_kwargs, "add_generation_prompt": asks}
         return self._renderer.text(messages, replace(params, chat_template_kwargs=kwargs))
+
+
+def _as_asked(message: Message) -> Message:
+    """As a request has it: vLLM reads reasoning under one of its two names, and there is no weight."""
+    rest = {key: value for key, value in message.items() if key not in ("weight", "reasoning_content", "reasoning")}
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    return rest | ({"reasoning": reasoning} if reasoning else {})
+
+
+def _with_reasoning_within(message: Message) -> Message:
+    text = f"{THOUGHT_BEGINS}\n{_reasoning(message)}\n{THOUGHT_ENDS}\n\n{joined_text(message.get('content'))}"
+    return {key: value for key, value in message.items() if key != "reasoning"} | {"content": text}
 
 
 def _reasoning(message: Message) -> str:
@@ -277,5 +303,5 @@ def make_renderer(vllm_config: Any, *, strict: bool, last_only: bool) -> Demonst
     stops = [renderer.get_tokenizer().eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     return DemonstrationRenderer(
         renderer, strict=strict, stops=[stop for stop in stops if stop is not None], last_only=last_only,
-        longest=config.max_model_len, refusal=VLLMClientError,
+        longest=config.max_model_len, refusal=VLLMClientError, make_params=_chat_params,
     )  # fmt: skip
