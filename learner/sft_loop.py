@@ -108,6 +108,18 @@ def _conversations(
     return found, total - (at + 1), len(refused)
 
 
+def num_updates(config: SftConfig, *, number: int) -> int:
+    """Those of a stage on `number` conversations."""
+    return config.epochs * -(-number // config.batch_size) if config.steps is None else config.steps
+
+
+def rows_of_update(trained: Sequence[Conversation], *, step: int, batch_size: int, seed: int) -> list[SftRow]:
+    """The rows of an update (the first is 1): each pass goes through all conversations, in an order of its own."""
+    epoch, place = divmod(step - 1, -(-len(trained) // batch_size))
+    order = np.random.default_rng((seed, epoch)).permutation(len(trained))
+    return [row for at in order[place * batch_size : (place + 1) * batch_size] for row in trained[at]]
+
+
 class Ranks(Saver, Protocol):
     """All ranks (`learner.training.ranks.LearnerRanks`)."""
 
@@ -170,7 +182,7 @@ class SftLoop:
         """Makes the updates that are left after the newest checkpoint. Raises RankDied, after which it may be called again."""
         if self._data is None:
             self._data = data = await self._read_rows()
-            self.num_steps = self._planned(len(data.trained))
+            self.num_steps = num_updates(self._config.sft, number=len(data.trained))
             self._display.note(
                 f"SFT: {len(data.trained)} conversations, {len(data.held_out)} held out, {self.num_steps} updates on "
                 f"{self._config.sft.batch_size} each"
@@ -210,25 +222,16 @@ class SftLoop:
             "seconds": sum(line["time/step_s"] for line in self._lines if "sft/loss" in line),
         }
 
-    def _planned(self, number: int) -> int:
-        sft = self._config.sft
-        return sft.epochs * -(-number // sft.batch_size) if sft.steps is None else sft.steps
-
-    def _batch(self, step: int) -> list[SftRow]:
-        """The rows of an update (the first is 1): each pass goes through all conversations, in an order of its own."""
-        assert self._data is not None, "run() reads them"
-        each, size = self._data.trained, self._config.sft.batch_size
-        epoch, place = divmod(step - 1, -(-len(each) // size))
-        order = np.random.default_rng((self._config.run.seed, epoch)).permutation(len(each))
-        return [row for at in order[place * size : (place + 1) * size] for row in each[at]]
-
     async def _update(self) -> None:
         config, step, began = self._config, self.step + 1, time.monotonic()
         self.activity = "updating"
         warmth = min(1.0, step / (config.learner.lr_warmup_steps + 1))
-        figures = await self._ranks.sft_step(self._batch(step), lr=config.sft.lr * warmth)
-        self.step = step
         assert self._data is not None, "run() reads them"
+        rows = rows_of_update(
+            self._data.trained, step=step, batch_size=config.sft.batch_size, seed=config.run.seed
+        )
+        figures = await self._ranks.sft_step(rows, lr=config.sft.lr * warmth)
+        self.step = step
         epoch = step * config.sft.batch_size / len(self._data.trained)
         figures |= {"sft/epoch": epoch, "time/update_s": time.monotonic() - began}
         if step > self._done and (step % config.data.validation.every == 0 or step == self.num_steps):

@@ -174,7 +174,7 @@ def test_nothing_after_the_equals_sign_empties_a_value(tmp_path: Path) -> None:
     assert (config.sft.demonstrations, config.agents.loops, config.agents.command) == ("", "", [])
     assert (config.run.reward_optimum, config.agents.silence_s, config.data.task_files) == (None, None, {})
     path = tmp_path / "mine.yaml"
-    path.write_text("warm_start:\n  demonstrations:\n")
+    path.write_text("sft:\n  demonstrations:\n")
     assert load_config(path).sft.demonstrations == ""
 
 

@@ -36,7 +36,7 @@ METRIC_GROUPS = (
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
 ]  # fmt: skip
-COMPOSED = {"sft/first_loss", "sft/last_loss", "sft/seconds"} | {
+COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {
     f"pool/{reason}" for reason in ("scored", "failed", "closed")
 }
 """Metrics whose names the code puts together from parts."""

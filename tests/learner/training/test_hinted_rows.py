@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from learner.training.packing import Sequences
-from learner.training.warm_start import hinted_sequences
+from learner.training.hinted_rows import hinted_sequences
 from tests.support.learner_parts import make_model
 
 

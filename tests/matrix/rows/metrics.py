@@ -121,8 +121,9 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "learner/tokens": (GRPO, _equals("learner/tokens", "batch/tokens")),
         "learner/raw_over_unique": ("rounds", metric("learner/raw_over_unique", lambda values: 1.1 < max(values) < 8)),
         "learner/trained_tokens": (GRPO, _equals("learner/trained_tokens", "batch/trained_tokens")),
-        "sft/first_loss": ("mix", positive("sft/first_loss")),
-        "sft/last_loss": ("mix", _less("sft/last_loss", "sft/first_loss")),
+        "sft/loss_first": ("mix", positive("sft/loss_first")),
+        "sft/loss_last": ("mix", _less("sft/loss_last", "sft/loss_first")),
+        "sft/val_loss_last": ("sft", "SEE"),
         "sft/seconds": ("mix", positive("sft/seconds")),
     }  # fmt: skip
 

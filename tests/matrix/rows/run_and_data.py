@@ -142,7 +142,7 @@ def _written_in(dtype: str) -> Effect:
     return effect
 
 
-_warmed = metric("sft/last_loss", lambda losses: len(losses) == 1 and losses[0] > 0)
+_warmed = metric("sft/loss_last", lambda losses: len(losses) == 1 and losses[0] > 0)
 
 
 def _three_of_one_for_each_of_the_other(ended: Ended) -> str:
