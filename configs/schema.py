@@ -391,8 +391,8 @@ class TeacherConfig(Section):
 
 class LearnerConfig(Section):
     stage: Literal["rl", "sft"] = "rl"
-    """What a run ends with. sft: it learns `sft.demonstrations` and nothing else; without validation tasks it starts no engine. rl: it
-    learns from scored episodes, after SFT where there are demonstrations."""
+    """What a run ends with. sft: it learns `sft.demonstrations` and nothing else; without validation tasks it starts no engine.
+    rl: it learns from scored episodes, after SFT where there are demonstrations."""
     recipe: (
         Literal[
             "ppo",
@@ -579,11 +579,11 @@ class RoleConfig(Section):
 
 class SftConfig(Section):
     demonstrations: str = ""
-    """Parquet or JSONL file of conversations in OpenAI's form (`messages`, and where there are some `tools`, `score`, `weight`), which
-    are learned first, by SFT; with `learner.stage: sft` nothing else is. Empty: no SFT."""
+    """Parquet or JSONL file of conversations in OpenAI's form (`messages`, and where there are some `tools`, `score`, `weight`),
+    which are learned first, by SFT; with `learner.stage: sft` nothing else is. Empty: no SFT."""
     validation: Annotated[float, Field(gt=0.0, lt=1.0)] | str = ""
-    """Conversations that are held out: another such file, or a share of the demonstrations (0.05). Their loss is computed before the
-    first update, every `data.validation.every` updates and at the end. Empty: none are."""
+    """Conversations that are held out: another such file, or a share of the demonstrations (0.05). Their loss is computed before
+    the first update, every `data.validation.every` updates and at the end. Empty: none are."""
     epochs: PositiveInt = 3
     """Passes over the demonstrations."""
     steps: PositiveInt | None = None
@@ -634,7 +634,13 @@ class Config(Section):
         """What has an effect: SFT alone has no critic, teacher or reference."""
         if self.learner.stage == "rl":
             return self.learner
-        nothing = {"critic": "none", "advantage": "grpo", "teacher": TeacherConfig(), "kl": KLConfig(), "router_replay": False}
+        nothing = {
+            "critic": "none",
+            "advantage": "grpo",
+            "teacher": TeacherConfig(),
+            "kl": KLConfig(),
+            "router_replay": False,
+        }
         return self.learner.model_copy(update=nothing)
 
     @property
@@ -702,9 +708,7 @@ class Config(Section):
                 "learner.stage=sft learns from demonstrations, got sft.demonstrations=''; set it to a parquet or JSONL file"
             )
         if self.learner.stage == "sft" and self.learner.lora.per_role:
-            raise ValueError(
-                "learner.stage=sft trains one policy, got learner.lora.per_role=true; leave it out: roles begin with what SFT learned"
-            )
+            raise ValueError("learner.stage=sft trains one policy, got learner.lora.per_role=true; leave it out")
         if sft.patience is not None and not sft.validation:
             raise ValueError(
                 f"sft.patience={sft.patience} looks at the loss of held-out conversations, got sft.validation=''; set "

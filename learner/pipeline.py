@@ -232,7 +232,9 @@ class Pipeline:
         if self._evaluates:
             main = self._make_evaluation(self._evaluates, players=players, buffers=buffers).run
         elif self._only_sft:
-            main = partial(self._learn_and_play, starting, learner=learner, serving=serving, players=players, weights=weights)
+            main = partial(
+                self._learn_and_play, starting, learner=learner, serving=serving, players=players, weights=weights
+            )
         else:
             self._learn = self._make_learn_loop(
                 serving,
@@ -353,7 +355,9 @@ class Pipeline:
         if not self._only_sft:
             folder = self._folder / SFT_FOLDER
             run = config.run.model_copy(update={"name": f"{config.run.name}-{SFT_FOLDER}"})
-            config = config.model_copy(update={"run": run, "learner": config.learner.model_copy(update={"stage": "sft"})})
+            config = config.model_copy(
+                update={"run": run, "learner": config.learner.model_copy(update={"stage": "sft"})}
+            )
             newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
             tracker = Tracker(
                 folder, trackers=run.trackers, name=run.name, config=config.model_dump(),

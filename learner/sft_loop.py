@@ -1,9 +1,9 @@
 """The SFT loop: demonstrations in, weights that give such answers out; a run of its own, or the stage before a run's first RL step.
 
 Built by `learner.pipeline`, and begun by `learner.training.ranks.LearnerProcesses` on fresh ranks, again after a rank has died.
-Invariants: the order of conversations follows from the file, `run.seed` and the step alone, and what was validated is read back from
-the step's lines, so a run that was killed and resumed makes the same updates, bit for bit; a conversation that cannot be shown as
-play shows it is left out, counted and named.
+Invariants: the order of conversations follows from the file, `run.seed` and the step alone, and what was validated is read back
+from the step's lines, so a run that was killed and resumed makes the same updates, bit for bit; a conversation that cannot be
+shown as play shows it is left out, counted and named.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class Demonstrations:
 
 
 def read(config: SftConfig, *, seed: int, render: Render, say: Callable[[str], object]) -> Demonstrations:
-    """The conversations of the configured files. `say` gets a line for those that are refused. Raises TaskError where none is left."""
-    trained, low, refused = _conversations(config.demonstrations, key="sft.demonstrations", config=config, render=render, say=say)
+    """The conversations of the configured files. `say` gets a line for those refused. Raises TaskError where none is left."""
+    trained, low, refused = _conversations(
+        config.demonstrations, key="sft.demonstrations", config=config, render=render, say=say
+    )
     held_out: list[Conversation] = []
     if isinstance(config.validation, float):
         number = max(1, round(config.validation * len(trained)))
@@ -66,7 +68,10 @@ def read(config: SftConfig, *, seed: int, render: Render, say: Callable[[str], o
                 f"smaller share"
             )
         order = np.random.default_rng((seed, len(trained))).permutation(len(trained))
-        held_out, trained = [trained[at] for at in sorted(order[:number])], [trained[at] for at in sorted(order[number:])]
+        held_out, trained = (
+            [trained[at] for at in sorted(order[:number])],
+            [trained[at] for at in sorted(order[number:])],
+        )
     elif config.validation:
         held_out, more_low, more = _conversations(
             config.validation, key="sft.validation", config=config, render=render, say=say
@@ -92,7 +97,7 @@ def _conversations(
     found: list[Conversation] = []
     refused: list[str] = []
     at = -1
-    for at, rows in enumerate(render(kept())):  # noqa: B007
+    for at, rows in enumerate(render(kept())):
         if isinstance(rows, Exception):
             refused.append(f"row {numbers[at]}: {rows}")
         else:
@@ -227,9 +232,7 @@ class SftLoop:
         self.activity = "updating"
         warmth = min(1.0, step / (config.learner.lr_warmup_steps + 1))
         assert self._data is not None, "run() reads them"
-        rows = rows_of_update(
-            self._data.trained, step=step, batch_size=config.sft.batch_size, seed=config.run.seed
-        )
+        rows = rows_of_update(self._data.trained, step=step, batch_size=config.sft.batch_size, seed=config.run.seed)
         figures = await self._ranks.sft_step(rows, lr=config.sft.lr * warmth)
         self.step = step
         epoch = step * config.sft.batch_size / len(self._data.trained)
@@ -256,9 +259,9 @@ class SftLoop:
 
     async def _first_validation(self) -> None:
         """Of the weights before the first update."""
-        if self.step == 0 and not any("sft/val_loss" in line or "val/mean" in line for line in self._lines):
-            if figures := await self._validated():
-                await self._log(figures)
+        known = any("sft/val_loss" in line or "val/mean" in line for line in self._lines)
+        if self.step == 0 and not known and (figures := await self._validated()):
+            await self._log(figures)
 
     async def _validated(self) -> dict[str, float]:
         """The loss of held-out conversations, and what the validation tasks scored."""
@@ -305,8 +308,8 @@ class SftLoop:
         return self._stopped or self.step >= self.num_steps or self._is_worse
 
     def _score(self) -> float | None:
-        """The figure by which the best checkpoint is kept: what these weights scored, or minus their loss on what is held out; None:
-        they were not validated."""
+        """The figure by which the best checkpoint is kept: what these weights scored, or minus their loss on what is held out;
+        None: they were not validated."""
         now: Mapping[str, float] = next((line for line in reversed(self._lines) if line["step"] == self.step), {})
         if self._play is not None and self._config.sft.patience is None:
             return now.get("val/mean")

@@ -376,7 +376,9 @@ def _task(row: dict[str, Any], *, default_id: str) -> Task:
 
 def _read_lines(path: Path) -> Iterator[Trace]:
     if not path.is_file():
-        raise TaskError(f"{path} must be a file of JSON lines, got {'a folder' if path.is_dir() else 'nothing'} there; name a file")
+        raise TaskError(
+            f"{path} must be a file of JSON lines, got {'a folder' if path.is_dir() else 'nothing'} there; name a file"
+        )
     number = 0
     try:
         with path.open("rb") as lines:
@@ -393,7 +395,9 @@ def _read_lines(path: Path) -> Iterator[Trace]:
     except BadCell as error:
         raise TaskError(f"{path}, row {number}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path}, row {number}: a line must be a JSON object ({error}); write one object a line") from error
+        raise TaskError(
+            f"{path}, row {number}: a line must be a JSON object ({error}); write one object a line"
+        ) from error
     if not number:
         raise TaskError(f"{path} must hold at least one row, got none; write it again")
 
@@ -413,7 +417,12 @@ def _trace(row: dict[str, Any]) -> Trace:
         if isinstance(message, dict) and message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""  # as OpenAI writes an answer of calls alone
         if isinstance(message, dict) and message.get("weight") not in (None, 0, 1):
-            raise BadCell("messages", "a list of messages with a weight of 0 or 1", message["weight"], "weigh whole rows by `weight`")
+            raise BadCell(
+                "messages",
+                "a list of messages with a weight of 0 or 1",
+                message["weight"],
+                "weigh whole rows by `weight`",
+            )
     score, weight = (_number(row, column=name) for name in ("score", "weight"))
     if weight is not None and weight < 0.0:
         raise BadCell("weight", "a number of at least 0", weight, "leave out what is not to be learned")

@@ -1,7 +1,7 @@
 """Writes a checkpoint of the ranks' state: into scratch, then committed whole.
 
-Called by `learner.learn_loop` and `learner.sft_loop`. Invariants: what was not committed is removed; a disk that does not take it is
-waited for, until the run is to stop. Which are kept, `learner.checkpoints.store` decides.
+Called by `learner.learn_loop` and `learner.sft_loop`. Invariants: what was not committed is removed; a disk that does not take it
+is waited for, until the run is to stop. Which are kept, `learner.checkpoints.store` decides.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _answer(compute: Callable[[], object], writing: int) -> None:
 
 
 def check_files(config: Config, *, resumes: bool) -> None:
-    """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint of RL, after SFT."""
+    """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint."""
     data, shown = config.data, {} if resumes else config.sft.files
     tasks = {} if config.learner.stage == "sft" else data.task_files
     named = [path for path in (*tasks, data.validation.tasks, *shown.values()) if path]

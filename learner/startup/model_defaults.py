@@ -104,9 +104,7 @@ def _counts(config: Config, key: str) -> bool:
         return config.learner.advantage == "gae" and config.learner.critic == "separate"
     if key == "sft.lr":
         return bool(config.sft.demonstrations)
-    if config.learner.stage == "sft" and key in ("learner.lr", "learner.minibatches"):
-        return False
-    return True
+    return not (config.learner.stage == "sft" and key in ("learner.lr", "learner.minibatches"))
 
 
 def _value(config: Config, key: str) -> Any:

@@ -1,7 +1,7 @@
 """Supervised updates of the policy (SFT): cross-entropy on the answers of demonstrations, and the same loss of held-out ones.
 
-Made by `learner.training.trainer` on every rank when an SFT stage begins, and dropped when it ends. Rows are laid out as those of RL
-batches, what they share computed once. Invariant: the loss of a batch is the mean over its trained tokens, each weighed as its
+Made by `learner.training.trainer` on every rank when an SFT stage begins, and dropped when it ends. Rows are laid out as those of
+RL batches, what they share computed once. Invariant: the loss of a batch is the mean over its trained tokens, each weighed as its
 conversation, so a conversation that became several rows counts as if it were one. It reads no files and draws nothing: which
 conversations are in a batch, and the learning rate, are the caller's.
 """
@@ -53,7 +53,7 @@ class SftUpdates:
         self.optimizer = make_adamw([{"params": fsdp.trained(policy)}], lr=0.0, moments_on_host=config.offload)
 
     def step(self, rows: Sequence[SftRow], *, lr: float) -> dict[str, float]:
-        """One AdamW update on the rows of a batch. Returns its figures; `sft/loss` is the loss before the update, in nats a token."""
+        """One AdamW update on the rows of a batch; its figures. `sft/loss` is the loss before the update, in nats a token."""
         started = time.monotonic()
         self.optimizer.param_groups[0]["lr"] = lr
         sequences, weights = self._laid_out(rows)

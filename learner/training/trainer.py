@@ -157,7 +157,7 @@ class Trainer:
         """While an SFT stage is under way."""
 
     def begin_sft(self) -> None:
-        """An SFT stage begins, before the first step: until `end_sft`, `save` and `load` take the policy and its optimizer there."""
+        """An SFT stage begins, before the first step: until `end_sft`, `save` and `load` are of its policy and optimizer."""
         self._sft = SftUpdates(
             self._policy, layout=self.layout, config=self._config, rank=self._rank, world_size=self._world_size,
             device=self._device,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from copy import deepcopy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from buffers.errors import TaskError, UnderstudyError
 from buffers.prompt_queue import Response
 from buffers.records import Episode, EpisodeScores, Int32, Round, Row, Task
 from buffers.tasks.parquet import Trace
-from buffers.training_rows import TokenTree, episode_rows
+from buffers.training_rows import episode_rows
 from mocked_server.conversation.chat_history import THOUGHT_BEGINS, THOUGHT_ENDS, Message, joined_text, reply_of
 from mocked_server.conversation.continuation import stand_in
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
@@ -68,8 +68,15 @@ class DemonstrationRenderer:
     answer. `last_only`: of each conversation the last answer is trained. `longest`: tokens of a prompt and its answer, at most."""
 
     def __init__(
-        self, renderer: Any, *, strict: bool, stops: Iterable[int], last_only: bool, longest: int,
-        refusal: type[Exception], make_params: Callable[[Sequence[Mapping[str, Any]] | None], Any],
+        self,
+        renderer: Any,
+        *,
+        strict: bool,
+        stops: Iterable[int],
+        last_only: bool,
+        longest: int,
+        refusal: type[Exception],
+        make_params: Callable[[Sequence[Mapping[str, Any]] | None], Any],
     ) -> None:
         self._renderer = _Renderer(renderer)
         self._tokenizer = renderer.get_tokenizer()
@@ -163,7 +170,9 @@ class DemonstrationRenderer:
             asks, body = self._turn(messages, at, params=params)
         for part in _parts(messages[at]):
             if part not in body:
-                raise Unlearnable(f"the chat template does not show all of answer {at}: {part[:80]!r} is not in {body[:200]!r}")
+                raise Unlearnable(
+                    f"the chat template does not show all of answer {at}: {part[:80]!r} is not in {body[:200]!r}"
+                )
         marks = [*self._mark.finditer(asks)]
         ids = self._ids_after(asks[marks[-1].start() if marks else 0 :], body)
         ends = [place for place, token in enumerate(ids) if token in self._stops]

@@ -1,4 +1,4 @@
-"""Rules of learner/sft_loop.py: which conversations, in which order, until when; what is left out is named; a resume changes nothing."""
+"""Rules of learner/sft_loop.py: which conversations, in which order, until when; what is left out; a resume changes nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,14 @@ def test_each_pass_goes_through_all_conversations_in_an_order_of_its_own() -> No
 
 
 def test_what_is_refused_is_counted_and_named_and_low_scores_are_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", said("a", score=1.0), said("bad", score=1.0), said("b", score=0.2), said("c"), said("d", score=2, weight=0.5))
+    path = write(
+        tmp_path / "d.jsonl",
+        said("a", score=1.0),
+        said("bad", score=1.0),
+        said("b", score=0.2),
+        said("c"),
+        said("d", score=2, weight=0.5),
+    )
     told: list[str] = []
     data = read(SftConfig(demonstrations=path), seed=0, render=render, say=told.append)
     assert [each[0].conversation for each in data.trained] == [0, 2, 3, 4] and data.num_refused == 1
@@ -68,7 +75,9 @@ def test_what_is_refused_is_counted_and_named_and_low_scores_are_left_out(tmp_pa
     data = read(SftConfig(demonstrations=path, min_score=0.5), seed=0, render=render, say=told.append)
     assert [each[0].conversation for each in data.trained] == [0, 4] and (data.num_low, data.num_refused) == (2, 1)
     only = write(tmp_path / "bad.jsonl", said("bad"))
-    with pytest.raises(TaskError, match=r"must have a conversation that can be learned, got none of 1: row 0: it is bad"):
+    with pytest.raises(
+        TaskError, match=r"must have a conversation that can be learned, got none of 1: row 0: it is bad"
+    ):
         read(SftConfig(demonstrations=only), seed=0, render=render, say=told.append)
     with pytest.raises(TaskError, match=r"none has a score of 9.0 or more"):
         read(SftConfig(demonstrations=path, min_score=9.0), seed=0, render=render, say=told.append)
@@ -124,7 +133,12 @@ async def learn(folder: Path, ranks: FakeRanks, *, stop_after: int = 0, play: An
     sft = {"demonstrations": "d.jsonl", "batch_size": 2, "epochs": 2, "lr": 1.0, "validation": "v.jsonl", **keys}
     data: dict[str, Any] = {"validation": {"every": 1}}
     config = Config.model_validate(
-        {"sft": sft, "data": data, "run": {"checkpoints": {"every": 2}}, "learner": {"stage": "sft", "lr_warmup_steps": 1}}
+        {
+            "sft": sft,
+            "data": data,
+            "run": {"checkpoints": {"every": 2}},
+            "learner": {"stage": "sft", "lr_warmup_steps": 1},
+        }
     )
     held_out = [conversation(99)] if ranks.losses else []
 
@@ -168,8 +182,14 @@ async def test_a_resumed_stage_makes_the_updates_that_were_left(tmp_path: Path) 
     await learn(tmp_path / "parts", second)
     assert second.told[0] == ("load", 3)
     assert [*first.told[:-1], *second.told[1:]] == whole.told
-    same = [{name: value for name, value in line.items() if not name.startswith(("time/", "throughput/"))} for line in lines(tmp_path / "parts")]
-    assert same == [{name: value for name, value in line.items() if not name.startswith(("time/", "throughput/"))} for line in lines(tmp_path / "whole")]
+    same = [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "throughput/"))}
+        for line in lines(tmp_path / "parts")
+    ]
+    assert same == [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "throughput/"))}
+        for line in lines(tmp_path / "whole")
+    ]
     assert [line["sft/val_loss"] for line in same] == losses
 
 

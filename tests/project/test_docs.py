@@ -18,6 +18,7 @@ from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
 from learner.cli import COMMANDS
+from learner.pipeline import SFT_FIGURES
 from learner.reporting.run_metrics import History
 from mocked_server.fleet.engine_watch import EngineRates, metrics_of
 from tests.mocked_server.fleet.scripted_figures import figures
@@ -36,9 +37,7 @@ METRIC_GROUPS = (
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
 ]  # fmt: skip
-COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {
-    f"pool/{reason}" for reason in ("scored", "failed", "closed")
-}
+COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {f"pool/{reason}" for reason in ("scored", "failed", "closed")}
 """Metrics whose names the code puts together from parts."""
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
 COMPOSED |= {f"ledger/{name}" for name in BOOKS}

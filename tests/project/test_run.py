@@ -162,9 +162,7 @@ def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    run = start(
-        tmp_path, "run.steps=3", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True
-    )
+    run = start(tmp_path, "run.steps=3", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True)
     run.wait_for_step(1)
     while run.process.poll() is None:  # two that come at once are one, for the kernel
         os.killpg(run.process.pid, number)

@@ -24,7 +24,14 @@ def files(folder: Path) -> tuple[str, ...]:
 
 def lines(run: Run) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name in ("step", "sft/loss", "sft/val_loss", "policy/grad_norm")} for line in found]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name in ("step", "sft/loss", "sft/val_loss", "policy/grad_norm")
+        }
+        for line in found
+    ]
 
 
 def weights(run: Run) -> bytes:
@@ -38,7 +45,10 @@ def test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been(tmp_path: Path) -> No
     code, output = whole.wait()
     assert code == 0, output
     summary = whole.summary()
-    assert summary["steps"] == summary["steps_planned"] == 12 and summary["val_loss_last"] < 0.5 * summary["val_loss_first"]
+    assert (
+        summary["steps"] == summary["steps_planned"] == 12
+        and summary["val_loss_last"] < 0.5 * summary["val_loss_first"]
+    )
     assert "SFT 12/12  loss " in output and "validation of SFT step 12  loss " in output
     assert not (whole.folder / "ledger.sqlite").exists(), "nobody plays"
     killed = start(tmp_path / "killed", *settings)
@@ -63,7 +73,9 @@ def test_sft_is_played_and_rl_goes_on_from_it(tmp_path: Path) -> None:
     played = [json.loads(line) for line in (alone.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["val/step"] for line in played if "val/step" in line] == [0, 4, 8, 12]
     model = (alone.folder / "checkpoint").resolve()
-    after = start(tmp_path / "after", *named, "sft.demonstrations=", "sft.validation=", f"model.path={model}", "run.steps=1")
+    after = start(
+        tmp_path / "after", *named, "sft.demonstrations=", "sft.validation=", f"model.path={model}", "run.steps=1"
+    )
     code, output = after.wait()
     assert code == 0 and after.summary()["steps"] == 1, output
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from learner.training.packing import Sequences
 from learner.training.hinted_rows import hinted_sequences
+from learner.training.packing import Sequences
 from tests.support.learner_parts import make_model
 
 

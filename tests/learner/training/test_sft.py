@@ -54,7 +54,9 @@ def test_the_loss_is_the_weighed_mean_over_trained_tokens(trainer: Trainer) -> N
 
 def test_a_conversation_in_several_rows_counts_as_if_it_were_one(model: Path) -> None:
     """Rows that share their beginning, and train each answer once."""
-    together = SftRow(ids=np.array([*STEM, 1, 2, 3, 4], np.int32), mask=np.array([0] * 20 + [1, 1, 0, 1], np.uint8), conversation=0)
+    together = SftRow(
+        ids=np.array([*STEM, 1, 2, 3, 4], np.int32), mask=np.array([0] * 20 + [1, 1, 0, 1], np.uint8), conversation=0
+    )
     apart = [row(*STEM, 1, 2, trains=2), row(*STEM, 1, 2, 3, 4, trains=1)]
     with begun(model) as trainer:
         figures = trainer.sft_step([together], lr=1e-3)

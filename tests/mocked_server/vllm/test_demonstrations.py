@@ -25,7 +25,10 @@ from mocked_server.vllm.demonstrations import DemonstrationRenderer, Unlearnable
 from tests.mocked_server.vllm.test_chat_families import Renderer
 from tests.support.server_parts import ServerThread
 
-TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
 MARKUP = re.compile(r"</?(think|tool_call|tool_response)>")
 SPEAKS = [
     {"role": "system", "content": "Be kind."},
@@ -46,6 +49,10 @@ CALLS = [
     {"role": "tool", "tool_call_id": "call00001", "content": "a tree"},
     {"role": "assistant", "content": "A tree."},
 ]  # fmt: skip
+
+
+MARKED = {"role": "assistant", "content": "a<|im_end|>b"}
+THOUGHT = {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nYes."}
 
 
 class FamilyRenderer(Renderer):
@@ -69,7 +76,9 @@ def renderer_of(family: Family, **more: Any) -> DemonstrationRenderer:
     inner = FamilyRenderer(family)
     stops = {inner.id_of(stop) for stop in (family.stop, "<|observation|>") if stop in family.marks}
     given = {"strict": False, "stops": stops or {inner.eos_token_id}, "last_only": False, "longest": 10_000} | more
-    return DemonstrationRenderer(inner, refusal=Refused, make_params=lambda tools: Params({"tools": tools} if tools else {}), **given)
+    return DemonstrationRenderer(
+        inner, refusal=Refused, make_params=lambda tools: Params({"tools": tools} if tools else {}), **given
+    )
 
 
 def rows_of(renderer: DemonstrationRenderer, *traces: Trace) -> list[list[Row]]:
@@ -89,7 +98,9 @@ def trained(renderer: DemonstrationRenderer, row: Row) -> list[str]:
 def test_each_family_trains_its_answers_with_the_token_that_ends_them(name: str) -> None:
     family = FAMILIES[name]
     messages = SPEAKS if name not in ("gemma", "mistral-v3") else SPEAKS[1:]
-    opens = "<think>\n" in family.render(SPEAKS[1:2]).rpartition("One?")[2] and "</think>" not in family.render(SPEAKS[1:2])
+    opens = "<think>\n" in family.render(SPEAKS[1:2]).rpartition("One?")[2] and "</think>" not in family.render(
+        SPEAKS[1:2]
+    )
     renderer = renderer_of(family)
     (rows,) = rows_of(renderer, Trace(messages=THINKS[7 - len(messages) :] if opens or name == "glm-4.5" else messages))
     answers = [text for row in rows for text in trained(renderer, row)]
@@ -102,10 +113,16 @@ def test_each_family_trains_its_answers_with_the_token_that_ends_them(name: str)
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, list[Any]]:
     name = draw(st.sampled_from(sorted(FAMILIES)))
-    text = st.lists(st.sampled_from(["\n", " ", "a", "Sum:", "###", "USER: ", "\n\n", "b c", "."]), min_size=1, max_size=5)
+    text = st.lists(
+        st.sampled_from(["\n", " ", "a", "Sum:", "###", "USER: ", "\n\n", "b c", "."]), min_size=1, max_size=5
+    )
     words = text.map("".join).filter(lambda found: found.strip() != "")
     turns = draw(st.lists(st.tuples(words, words), min_size=1, max_size=4))
-    said = [each for asks, answers in turns for each in ({"role": "user", "content": asks}, {"role": "assistant", "content": answers})]
+    said = [
+        each
+        for asks, answers in turns
+        for each in ({"role": "user", "content": asks}, {"role": "assistant", "content": answers})
+    ]
     return name, said
 
 
@@ -122,7 +139,9 @@ def test_a_conversation_is_shown_whole_or_refused(drawn: tuple[str, list[Any]], 
         assert name in ("qwq", "deepseek-r1", "glm-4.5") or str(rows), "it says why"
         return
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    assert sorted(int(each) for row in rows for each in np.unique(row.rounds[row.rounds >= 0])) == list(range(len(answers)))
+    assert sorted(int(each) for row in rows for each in np.unique(row.rounds[row.rounds >= 0])) == list(
+        range(len(answers))
+    )
     inner: Any = renderer._tokenizer
     for row in rows:
         for number in np.unique(row.rounds[row.rounds >= 0]):
@@ -139,7 +158,10 @@ def test_strict_replay_teaches_the_history_that_the_template_writes() -> None:
     family = FAMILIES["qwen3"]
     for strict, num_rows in ((True, 3), (False, 1)):
         renderer = renderer_of(family, strict=strict)
-        thinks = [each if each["role"] != "assistant" else {**each, "content": f"<think>\nSo.\n</think>\n\n{each['content']}"} for each in SPEAKS]
+        thinks = [
+            each if each["role"] != "assistant" else {**each, "content": f"<think>\nSo.\n</think>\n\n{each['content']}"}
+            for each in SPEAKS
+        ]
         (rows,) = rows_of(renderer, Trace(messages=thinks))
         assert len(rows) == num_rows
         texts = [renderer._tokenizer.decode(row.ids) for row in rows]
@@ -148,9 +170,14 @@ def test_strict_replay_teaches_the_history_that_the_template_writes() -> None:
 
 def test_weights_choose_the_answers_that_are_trained() -> None:
     renderer = renderer_of(FAMILIES["chatml"])
-    weighed = [{**each, "weight": int(at == 4)} if each["role"] == "assistant" else each for at, each in enumerate(SPEAKS)]
+    weighed = [
+        {**each, "weight": int(at == 4)} if each["role"] == "assistant" else each for at, each in enumerate(SPEAKS)
+    ]
     last = renderer_of(FAMILIES["chatml"], last_only=True)
-    (whole,), (chosen,), (end,) = *rows_of(renderer, Trace(messages=SPEAKS), Trace(messages=weighed)), *rows_of(last, Trace(messages=SPEAKS))
+    (whole,), (chosen,), (end,) = (
+        *rows_of(renderer, Trace(messages=SPEAKS), Trace(messages=weighed)),
+        *rows_of(last, Trace(messages=SPEAKS)),
+    )
     assert trained(renderer, whole) == ["First.\nSecond.<|im_end|>", "Third.<|im_end|>", "Done.<|im_end|>"]
     assert trained(renderer, chosen) == ["Third.<|im_end|>"] and trained(last, end) == ["Done.<|im_end|>"]
     assert renderer._tokenizer.decode(chosen.ids) == renderer._tokenizer.decode(whole.ids)
@@ -163,12 +190,12 @@ def test_weights_choose_the_answers_that_are_trained() -> None:
         ("chatml", Trace(messages=SPEAKS[2:]), "it begins with an answer, to which there is no prompt"),
         ("chatml", Trace(messages=[*SPEAKS[:2], {"role": "assistant", "content": "a", "weight": 0}]), "has a weight of 0"),
         ("chatml", Trace(messages=SPEAKS, weight=0.0), "has a weight of 0"),
-        ("chatml", Trace(messages=[*SPEAKS[:2], {"role": "assistant", "content": "a<|im_end|>b"}]), "holds '<|im_end|>', at which engines stop"),
+        ("chatml", Trace(messages=[*SPEAKS[:2], MARKED]), "holds '<|im_end|>', at which engines stop"),
         ("chatml", Trace(messages=CALLS), "does not show all of answer 1: 'look' is not in"),
         ("chatml", Trace(messages=SPEAKS, tools=[TOOL]), "does not show its tools"),
         ("gemma", Trace(messages=SPEAKS), "System role not supported"),
         ("deepseek-r1", Trace(messages=SPEAKS), "begins each answer with reasoning, and it has none"),
-        ("smollm3", Trace(messages=[*SPEAKS[:2], {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nYes."}]), "leaves no room for its reasoning"),
+        ("smollm3", Trace(messages=[*SPEAKS[:2], THOUGHT]), "leaves no room for its reasoning"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_shown_is_refused_with_its_cause(family: str, trace: Trace, why: str) -> None:
@@ -180,7 +207,11 @@ def test_what_cannot_be_shown_is_refused_with_its_cause(family: str, trace: Trac
 def test_reasoning_is_taught_where_the_answer_begins(name: str) -> None:
     """Split off or within the text: the same answer, also where the template opens the thought, or knows it as text only."""
     renderer = renderer_of(FAMILIES[name])
-    within = [{**each, "content": f"<think>\nWell, so.\n</think>\n\n{each['content']}"} for each in SPEAKS if each["role"] == "assistant"]
+    within = [
+        {**each, "content": f"<think>\nWell, so.\n</think>\n\n{each['content']}"}
+        for each in SPEAKS
+        if each["role"] == "assistant"
+    ]
     text = [within.pop(0) if each["role"] == "assistant" else each for each in SPEAKS]
     (apart,), (together,) = rows_of(renderer, Trace(messages=THINKS), Trace(messages=text))
     begins = "" if FAMILIES[name].render(SPEAKS[1:2]).endswith("<think>\n") else "<think>\n"
@@ -202,7 +233,9 @@ def model_with(folder: Path, family: Family | None) -> Path:
     if family is None:
         return folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([AddedToken(mark, special=not MARKUP.fullmatch(mark), normalized=False) for mark in family.marks])
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=not MARKUP.fullmatch(mark), normalized=False) for mark in family.marks]
+    )
     tokenizer.chat_template = family.template
     tokenizer.eos_token = family.stop
     tokenizer.save_pretrained(folder)
@@ -253,7 +286,9 @@ def test_the_server_records_what_sft_trains(
 ) -> None:
     more: dict[str, Any] = {"tool_parser": parser} if parser else {}
     model = model_with(tmp_path / "model", FAMILIES.get(name))
-    thread = ServerThread(model, rollout=RolloutConfig(max_tokens=256, max_model_len=1024), replay_match=replay_match, **more)
+    thread = ServerThread(
+        model, rollout=RolloutConfig(max_tokens=256, max_model_len=1024), replay_match=replay_match, **more
+    )
     threads.append(thread)
     thread.start()
     trace = Trace(messages=messages, tools=[TOOL] if parser else None)
@@ -262,5 +297,7 @@ def test_the_server_records_what_sft_trains(
     import asyncio
 
     rows = play(thread, trace, answers=asyncio.run(renderer._rounds(trace)))
-    assert [(row.ids.tolist(), row.mask.tolist()) for row in rows] == [(row.ids.tolist(), row.mask.tolist()) for row in expected]
+    assert [(row.ids.tolist(), row.mask.tolist()) for row in rows] == [
+        (row.ids.tolist(), row.mask.tolist()) for row in expected
+    ]
     assert sum(int(row.mask.sum()) for row in rows) > 0
