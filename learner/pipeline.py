@@ -91,7 +91,7 @@ logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
 SFT_FOLDER = "sft"
-"""Folder of the SFT stage, below that of a run which goes on with RL."""
+"""Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
 """What the line of such a run's step 0 has of it."""
 MAX_NUM_SEQS = 256
@@ -442,7 +442,7 @@ class Pipeline:
         await starting
 
     async def _play(self, step: int) -> dict[str, float]:
-        """Waits until there is somebody to play."""
+        """Waits until the agents can play."""
         assert self._played is not None, "SFT has begun"
         return await (await asyncio.shield(self._played))(step)
 

@@ -29,7 +29,7 @@ from learner.reporting.tracker import Tracker
 from learner.training.sft import SftRow
 
 RUN_ID = "sft"
-"""In the place of a ledger's id, in checkpoints."""
+"""Stands for a ledger's id in checkpoints."""
 SHOWN = 3
 """Refused conversations that are named."""
 LAST_STEPS = 5
@@ -258,7 +258,7 @@ class SftLoop:
         await asyncio.to_thread(self._tracker.log, self.step, self._lines[-1])
 
     async def _first_validation(self) -> None:
-        """Of the weights before the first update."""
+        """Validates the weights before the first update."""
         known = any("sft/val_loss" in line or "val/mean" in line for line in self._lines)
         if self.step == 0 and not known and (figures := await self._validated()):
             await self._log(figures)

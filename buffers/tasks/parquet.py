@@ -223,7 +223,8 @@ class Trace:
     """A conversation to learn from."""
 
     messages: list[Message]
-    """In OpenAI's form; an assistant's may have `tool_calls`, `reasoning_content` and a `weight` of 0 (it is not learned) or 1."""
+    """Messages in OpenAI's form; an assistant's may have `tool_calls`, `reasoning_content`, and `weight` 0, with which it is not
+    learned, or 1."""
     tools: list[dict[str, Any]] | None = None
     """What its prompt offers, in OpenAI's form."""
     score: float | None = None

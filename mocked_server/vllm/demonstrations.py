@@ -212,7 +212,7 @@ class DemonstrationRenderer:
             if not opens or not turn.startswith(header):
                 continue
             said = turn[len(header) :]
-            if THOUGHT_ENDS in thought:  # the prompt says that there is no thought
+            if THOUGHT_ENDS in thought:  # the prompt rules a thought out
                 if THOUGHT_BEGINS not in said:
                     return asks, said
                 why = "the chat template's prompt leaves no room for its reasoning"
@@ -260,7 +260,7 @@ class DemonstrationRenderer:
 
 
 def _as_asked(message: Message) -> Message:
-    """As a request has it: vLLM reads reasoning under one of its two names, and there is no weight."""
+    """The message of a request: vLLM reads reasoning under one of its two names; a weight is none of its fields."""
     rest = {key: value for key, value in message.items() if key not in ("weight", "reasoning_content", "reasoning")}
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     return rest | ({"reasoning": reasoning} if reasoning else {})

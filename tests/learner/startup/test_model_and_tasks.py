@@ -48,7 +48,12 @@ async def test_a_run_that_answers_its_tasks_itself_says_so_at_the_start(
     config = load_config(overrides=[f"data.tasks={tmp_path / 'tasks.parquet'}", *bare, *overrides])
     lines: list[str] = []
     await prepare_files(
-        config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+        config,
+        folder=tmp_path,
+        make=_makes_nothing,
+        players=make_players(config),
+        begins_with_sft=False,
+        warn=lines.append,
     )
     assert [ANSWERS_ITSELF in line and "leave data.scorer out" in line for line in lines] == [True] * is_told
 
@@ -98,6 +103,11 @@ async def prepared(folder: Path, columns: dict, *overrides: str) -> list[str]:
     bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "sft.demonstrations=", "data.scorer="]
     config, lines = load_config(overrides=[f"data.tasks={path}", *bare, *overrides]), list[str]()
     await prepare_files(
-        config, folder=folder, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+        config,
+        folder=folder,
+        make=_makes_nothing,
+        players=make_players(config),
+        begins_with_sft=False,
+        warn=lines.append,
     )
     return lines
