@@ -70,7 +70,7 @@ class Bench:
         tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
         command = ["{python}", "-m", "env_adapters.walk.server", *tail]
         settings = [f"run.steps={self.steps}", f"run.seed={seed}", f"env.command={json.dumps(command)}"]
-        settings += [f"buffer.max_policy_lag={lag}", "warm_start.steps=20", *self.overrides, *extra]
+        settings += [f"buffer.max_policy_lag={lag}", "sft.steps=20", *self.overrides, *extra]
         load, began = os.getloadavg()[0], time.monotonic()
         figures: dict[str, Any] = read_figures(whole_run(self.folder, name, *settings))
         figures |= {"load_before": load, "load_after": os.getloadavg()[0]}

@@ -46,7 +46,7 @@ from learner.training.trainer import Trainer
 LIMIT_S = 300.0
 READER = ROOT / "benchmarks" / "rivals" / "read_folder.py"
 RUN = (
-    "run.steps=2", "run.trackers=[]", "warm_start.demonstrations=", "agents.concurrency=4", "buffer.groups_per_step=2",
+    "run.steps=2", "run.trackers=[]", "sft.demonstrations=", "agents.concurrency=4", "buffer.groups_per_step=2",
     "buffer.group_size=2", "rollout.max_tokens=8", "learner.advantage=grpo", "learner.critic=none", "learner.lr=1e-3",
     "learner.lr_warmup_steps=0", "learner.entropy_coef=0.1",
 )  # fmt: skip

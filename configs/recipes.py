@@ -167,6 +167,7 @@ RECIPES: dict[str, Values] = {
 """Recipe -> what it sets in the learner's section."""
 SYSTEM_KEYS = frozenset(
     {
+        "stage",
         "ranks",
         "lora",
         "gradient_checkpointing",

@@ -68,7 +68,7 @@ class RunConfig(Section):
     dir: Text = "runs"
     """Folder of all runs."""
     steps: PositiveInt = 60
-    """Optimizer steps, one full batch each."""
+    """Optimizer steps, one full batch each. With `learner.stage: sft` `sft.epochs` or `sft.steps` say how many."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of everything that draws: the order of tasks, sampling, weights that are made here."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
@@ -121,7 +121,7 @@ class DataConfig(Section):
     data set is written once as a task file, in `<run.dir>/.tasks`. No effect on parquet files, which have our names."""
     validation: ValidationConfig = ValidationConfig()
     make: list[str] = Field(default_factory=list)
-    """Command that writes the task files, validation tasks and `warm_start.demonstrations` when one of them is missing.
+    """Command that writes the task files, validation tasks and `sft.demonstrations` when one of them is missing.
     `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """The scorer of plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
@@ -393,6 +393,9 @@ class TeacherConfig(Section):
 
 
 class LearnerConfig(Section):
+    stage: Literal["rl", "sft"] = "rl"
+    """What a run ends with. sft: it learns `sft.demonstrations` and nothing else; without validation tasks it starts no engine.
+    rl: it learns from scored episodes, after SFT where there are demonstrations."""
     recipe: (
         Literal[
             "ppo",
@@ -577,13 +580,33 @@ class RoleConfig(Section):
         return self
 
 
-class WarmStartConfig(Section):
+class SftConfig(Section):
     demonstrations: str = ""
-    """Parquet file with a column `messages`; empty: no warm start."""
-    steps: PositiveInt = 120
-    """Updates on 32 demonstrations each."""
+    """Parquet or JSONL file of conversations in OpenAI's form (`messages`, and where there are some `tools`, `score`, `weight`),
+    which are learned first, by SFT; with `learner.stage: sft` nothing else is. Empty: no SFT."""
+    validation: Annotated[float, Field(gt=0.0, lt=1.0)] | str = ""
+    """Conversations that are held out: another such file, or a share of the demonstrations (0.05). Their loss is computed before
+    the first update, every `data.validation.every` updates and at the end. Empty: none are."""
+    epochs: PositiveInt = 3
+    """Passes over the demonstrations."""
+    steps: PositiveInt | None = None
+    """Updates, in the place of `epochs`."""
+    batch_size: PositiveInt = 32
+    """Conversations in one update."""
     lr: Positive = 2e-3
-    """Learning rate of the warm start; 2e-5 for a pretrained model where it is not set, with LoRA 2e-4."""
+    """Learning rate, after `learner.lr_warmup_steps`; 2e-5 for a pretrained model where it is not set, with LoRA 2e-4."""
+    train_on: Literal["all", "last"] = "all"
+    """The answers of a conversation that are learned: all that have no `weight` of 0, or the last of them."""
+    min_score: float | None = None
+    """Demonstrations with a lower `score`, or with none, are left out. None: all are learned."""
+    patience: PositiveInt | None = None
+    """Validations in a row without a lower loss after which SFT ends early, with the weights of the lowest. None: it does not."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Key -> file of conversations; none without demonstrations."""
+        named = {"sft.demonstrations": self.demonstrations, "sft.validation": self.validation}
+        return {key: path for key, path in named.items() if isinstance(path, str) and path and self.demonstrations}
 
 
 class Config(Section):
@@ -598,11 +621,30 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
-    warm_start: WarmStartConfig = WarmStartConfig()
+    sft: SftConfig = SftConfig()
     roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
     """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
     path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
     model is named (agent loops, plain prompts), the first of these is asked. Empty: there are no roles."""
+
+    @property
+    def has_ledger(self) -> bool:
+        """The run has a ledger, on this machine."""
+        return not self.buffer.node and self.learner.stage == "rl"
+
+    @property
+    def used_learner(self) -> LearnerConfig:
+        """What has an effect: SFT alone has no critic, teacher or reference."""
+        if self.learner.stage == "rl":
+            return self.learner
+        nothing = {
+            "critic": "none",
+            "advantage": "grpo",
+            "teacher": TeacherConfig(),
+            "kl": KLConfig(),
+            "router_replay": False,
+        }
+        return self.learner.model_copy(update=nothing)
 
     @property
     def adapter_roles(self) -> tuple[str, ...]:
@@ -649,6 +691,7 @@ class Config(Section):
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
+        self._check_sft()
         self._check_harbor()
         check_names(self.rollout.engine_args)
         check_engine_keys(
@@ -664,6 +707,20 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_sft(self) -> None:
+        sft = self.sft
+        if self.learner.stage == "sft" and not sft.demonstrations:
+            raise ValueError(
+                "learner.stage=sft learns from demonstrations, got sft.demonstrations=''; set it to a parquet or JSONL file"
+            )
+        if self.learner.stage == "sft" and self.learner.lora.per_role:
+            raise ValueError("learner.stage=sft trains one policy, got learner.lora.per_role=true; leave it out")
+        if sft.patience is not None and not sft.validation:
+            raise ValueError(
+                f"sft.patience={sft.patience} looks at the loss of held-out conversations, got sft.validation=''; set "
+                f"sft.validation=0.05"
+            )
 
     def _check_roles(self) -> None:
         if self.roles and not any(role.is_trained for role in self.roles.values()):

@@ -25,7 +25,7 @@ VOCAB_SIZE = 512
 
 INITIALIZER_RANGE = 0.1
 """Standard deviation of the random weights. Qwen3's own 0.02 is for wide layers: at a width of 128 it leaves attention so
-flat that a warm start of 120 steps does not find the hint in a prompt, and learning by reward then has nothing to grow."""
+flat that SFT of 120 steps does not find the hint in a prompt, and learning by reward then has nothing to grow."""
 
 # Digits one by one, words and punctuation with the space before them, white space in runs.
 _WORDS = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"

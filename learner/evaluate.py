@@ -18,7 +18,7 @@ from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
 from configs.child_processes import own_temporary_folder
-from configs.schema import Config
+from configs.schema import Config, SftConfig
 from learner.checkpoints.store import LAST
 from learner.recovery.at_once import signals_end_at_once
 
@@ -57,7 +57,8 @@ def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | 
             "data": data.model_copy(
                 update={"validation": validation.model_copy(update={"tasks": "", "samples": many})}
             ),
-            "warm_start": config.warm_start.model_copy(update={"demonstrations": ""}),
+            "sft": SftConfig(),
+            "learner": config.learner.model_copy(update={"stage": "rl"}),
             "buffer": config.buffer.model_copy(update={"max_policy_lag": 0}),  # no learner works beside the engines
         }
     )

@@ -12,7 +12,6 @@ played meanwhile only if they will still be fresh enough then. When only the lea
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -20,12 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from buffers.disk import until_written
-from buffers.errors import LeaseError, StorageFull
+from buffers.errors import LeaseError
 from buffers.records import Position, TrainBatch
 from configs.schema import BufferConfig, RunConfig
 from learner.agreement import Agreement
 from learner.algorithms.overlong_penalty import with_overlong_penalty
-from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
+from learner.checkpoints.saving import save_checkpoint
+from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.display import Display
@@ -138,9 +138,7 @@ class LearnLoop:
         await self._begin()
         self._on_begun()
         self._validate()
-        if self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start:
-            self._saving = asyncio.create_task(self._save(), name="save")  # a warm start takes long to do again
-        elif self.step == 0 and self._schedule.tries_save:
+        if self.step == 0 and self._schedule.tries_save:
             self._saving = asyncio.create_task(self._save(keeps=False), name="try a save")
         try:
             while True:
@@ -354,27 +352,12 @@ class LearnLoop:
         """Write a checkpoint; with `keeps` false it is removed again. A disk that does not take it is waited for, until the run is
         to stop."""
         position = await asyncio.wrap_future(self._ledger.position())
-
-        async def write() -> None:
-            scratch = await asyncio.to_thread(self._store.scratch, position.step)
-            try:
-                await self._learner.ranks.save(scratch / "learner")
-                await self._learner.ranks.save_pretrained(scratch / "model")
-                if not keeps:
-                    return
-                score = self._score(position.step)
-                self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
-                self._saved_at[position.step] = self._checkpoint
-            finally:  # of what was not committed; the ledger may wait for its space
-                await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-
-        try:
-            await self._until_written(write, step=position.step)
-        except (OSError, StorageFull) as error:
-            raise CheckpointError(
-                f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
-                f"there, then resume with --resume auto"
-            ) from error
+        saved = await save_checkpoint(
+            self._learner.ranks, store=self._store, position=position, score=partial(self._score, position.step),
+            say=self._out.display.note, gives_up=lambda: self._stopped, keeps=keeps,
+        )  # fmt: skip
+        if saved is not None:
+            self._checkpoint = self._saved_at[position.step] = saved
         await self._rescore(position.step)
 
     async def _until_written(self, write: Callable[[], Awaitable[None]], *, step: int) -> None:

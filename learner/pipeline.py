@@ -25,7 +25,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -52,11 +53,12 @@ from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
 from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended
-from learner.reporting.display import Display
+from learner.reporting.display import Display, write_summary
 from learner.reporting.run_metrics import History
 from learner.reporting.run_record import MachineLog
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
+from learner.sft_loop import Demonstrations, Play, SftLoop, read
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.startup.run_folder import environment_files, write_config
@@ -74,6 +76,7 @@ from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
+from mocked_server.vllm.demonstrations import make_renderer
 from mocked_server.vllm.engine import free_sampling
 from mocked_server.vllm.engine_arguments import (
     EngineSettings,
@@ -87,6 +90,10 @@ from mocked_server.vllm.hosted.program import HostSettings
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
+SFT_FOLDER = "sft"
+"""Folder of the stage before RL, below that of its run."""
+SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
+"""What the line of such a run's step 0 has of it."""
 MAX_NUM_SEQS = 256
 """Most generations in one engine step."""
 
@@ -127,7 +134,8 @@ class Parts:
     generation: Generation
     others: RoleModels
     environment: Environment | None
-    main: LearnLoop | Evaluation
+    main: Callable[[], Coroutine[Any, Any, None]]
+    """The one loop that is finite."""
 
 
 class Pipeline:
@@ -155,7 +163,9 @@ class Pipeline:
         self._resume = resume
         self._checkpoint = checkpoint
         self._evaluates = evaluates
-        self._learn: LearnLoop | None = None
+        self._learn: LearnLoop | SftLoop | None = None
+        self._vllm: asyncio.Future[tuple[EngineSettings, Namespace, Any]] | None = None
+        """What vLLM makes of the configuration, once it is asked for."""
         self._has_ended = False
         self._machine = MachineLog(folder)
         self.failures: dict[str, int] = {}
@@ -167,6 +177,8 @@ class Pipeline:
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_joined: Callable[[], None] = lambda: None
+        self._played: asyncio.Future[Play] | None = None
+        """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
     def stop(self) -> bool:
         """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
@@ -176,10 +188,13 @@ class Pipeline:
         """Build everything, learn, tear everything down."""
         self._machine.write({"phase": "starting", "learner": "starting"})
         async with AsyncExitStack() as stack:
+            if self._only_sft and not self._config.data.validation.tasks:
+                await self._learn_alone(stack)
+                return
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
                 background = self._start_loops(loops, parts)
-                await loops.create_task(parts.main.run(), name="evaluate" if self._evaluates else "learn")
+                await loops.create_task(parts.main(), name="evaluate" if self._evaluates else "learn")
                 for task in background:
                     task.cancel()
             self._has_ended = True
@@ -197,22 +212,9 @@ class Pipeline:
             check_command(config.agents.command)
         players = make_players(config)
         address = self._bind(stack)
-        with self._display.phase("preparing model and tasks"):
-            model = await prepare_files(
-                config,
-                folder=self._folder,
-                make=_make_data,
-                players=players,
-                warms_up=self._warms_up,
-                warn=self._display.note,
-            )
-        set_process_environment()
+        model = await self._prepare(players)
         with self._display.phase("starting engine and server"):
-            if in_cluster(config.buffer.node):
-                await self._join_cluster(stack)
-            self._nodes = await asyncio.to_thread(
-                run_nodes, config, model=model, folder=self._folder, learns=self._evaluates is None
-            )
+            await self._find_nodes(stack, model=model)
             weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder, saved=self._saved_model)
             stack.push_async_callback(weights.close)
             learner, starting = self._start_learner(stack, model=model)
@@ -226,10 +228,15 @@ class Pipeline:
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
+        main: Callable[[], Coroutine[Any, Any, None]]
         if self._evaluates:
-            main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, players=players, buffers=buffers)
+            main = self._make_evaluation(self._evaluates, players=players, buffers=buffers).run
+        elif self._only_sft:
+            main = partial(
+                self._learn_and_play, starting, learner=learner, serving=serving, players=players, weights=weights
+            )
         else:
-            main = self._learn = self._make_learn_loop(
+            self._learn = self._make_learn_loop(
                 serving,
                 players=players,
                 learner=learner,
@@ -237,12 +244,34 @@ class Pipeline:
                 weights=weights,
                 generation=generation,
             )
+            main = self._learn.run
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
             players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
             others=serving.others, environment=environment, main=main,
         )  # fmt: skip
+
+    async def _prepare(self, players: Players) -> Path:
+        """The model's folder, and the files that are read."""
+        with self._display.phase("preparing model and tasks"):
+            model = await prepare_files(
+                self._config,
+                folder=self._folder,
+                make=_make_data,
+                players=players,
+                begins_with_sft=self._begins_with_sft,
+                warn=self._display.note,
+            )
+        set_process_environment()
+        return model
+
+    async def _find_nodes(self, stack: AsyncExitStack, *, model: Path) -> None:
+        if in_cluster(self._config.buffer.node):
+            await self._join_cluster(stack)
+        self._nodes = await asyncio.to_thread(
+            run_nodes, self._config, model=model, folder=self._folder, learns=self._evaluates is None
+        )
 
     @property
     def _start(self) -> int:
@@ -256,9 +285,14 @@ class Pipeline:
         return None if self._checkpoint is None else self._checkpoint.model
 
     @property
-    def _warms_up(self) -> bool:
-        """Whether demonstrations are learned from first."""
-        return bool(self._config.warm_start.demonstrations) and self._checkpoint is None and self._evaluates is None
+    def _only_sft(self) -> bool:
+        return self._config.learner.stage == "sft"
+
+    @property
+    def _begins_with_sft(self) -> bool:
+        """Whether demonstrations are learned, first or alone."""
+        again = self._checkpoint is not None and not self._only_sft
+        return bool(self._config.sft.demonstrations) and not again and self._evaluates is None
 
     def _bind(self, stack: AsyncExitStack) -> Address:
         server = self._config.server
@@ -285,7 +319,7 @@ class Pipeline:
         config = self._config
         roles = config.adapter_roles
         ranks = LearnerRanks(
-            config.learner,
+            config.used_learner,
             model_path=str(model),
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
@@ -298,28 +332,135 @@ class Pipeline:
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )
-        learner = LearnerProcesses(
-            ranks,
-            warm_start=config.warm_start,
-            seed=config.run.seed,
-            restart_limit=self._restart_limit,
-            on_warm_start=self._keep_warm_start,
-        )
+        first = self._make_sft(stack, ranks=ranks, model=model) if self._begins_with_sft else None
+        learner = LearnerProcesses(ranks, restart_limit=self._restart_limit, first=first)
         stack.push_async_callback(ranks.close)
 
         async def start() -> None:
             if not self._evaluates:
-                await learner.start(self._checkpoint)
+                await learner.start(None if self._only_sft else self._checkpoint)
                 self._display.note(await ranks.layout_line())
 
         starting = asyncio.create_task(start(), name="start learner")
         stack.push_async_callback(ended, starting)
         return learner, starting
 
-    def _keep_warm_start(self, metrics: dict[str, float]) -> None:
-        if not self.history.warm_start:
-            self.history.warm_start = metrics
-            self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
+    # SFT: a run of its own in this folder, or in a folder below it, before the first step of RL
+
+    def _make_sft(
+        self, stack: AsyncExitStack, *, ranks: LearnerRanks, model: Path
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """What brings fresh ranks to what demonstrations teach."""
+        config, folder, tracker = self._config, self._folder, self._tracker
+        self._played = asyncio.get_running_loop().create_future()
+        if not self._only_sft:
+            folder = self._folder / SFT_FOLDER
+            run = config.run.model_copy(update={"name": f"{config.run.name}-{SFT_FOLDER}"})
+            config = config.model_copy(
+                update={"run": run, "learner": config.learner.model_copy(update={"stage": "sft"})}
+            )
+            newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
+            tracker = Tracker(
+                folder, trackers=run.trackers, name=run.name, config=config.model_dump(),
+                start=newest.position.step if newest else 0, warn=self._display.note,
+            )  # fmt: skip
+            stack.callback(tracker.close)
+
+        def begun(num_steps: int) -> None:
+            write_config(folder, config.model_copy(update={"run": config.run.model_copy(update={"steps": num_steps})}))
+
+        loop = SftLoop(
+            config,
+            ranks=ranks,
+            read_rows=partial(self._read_demonstrations, model=model),
+            store=CheckpointStore(folder / "checkpoints", keep=config.run.checkpoints.keep),
+            tracker=tracker,
+            display=self._display,
+            restart_limit=self._restart_limit,
+            play=self._play if self._only_sft and config.data.validation.tasks else None,
+            on_begun=begun,
+            on_step=lambda: self._note_sft(loop),
+        )
+        if self._only_sft:
+            self._learn = loop
+
+        async def stage() -> None:
+            await loop.run()
+            self._note_sft(loop)
+            if not self._only_sft:
+                figures = {name: value for name, value in loop.summary().items() if isinstance(value, int | float)}
+                self._tracker.log(0, {f"sft/{name}": value for name, value in figures.items() if name in SFT_FIGURES})
+                write_summary(folder / "summary.json", {"name": config.run.name, **loop.summary(), "error": None})
+
+        return stage
+
+    def _note_sft(self, loop: SftLoop) -> None:
+        self.history.sft = loop.summary()
+        if self._only_sft and not self._config.data.validation.tasks:  # else `watch` tells
+            state = {"phase": "", "learner": loop.activity, "step": loop.step, "steps_planned": loop.num_steps}
+            self._machine.write(state)
+
+    async def _read_demonstrations(self, *, model: Path) -> Demonstrations:
+        """The conversations of the configured files as play shows them."""
+        config = self._config
+        _, _, vllm_config = await self._vllm_of(model)
+        strict = config.server.replay_match == "strict"
+        renderer = make_renderer(vllm_config, strict=strict, last_only=config.sft.train_on == "last")
+        return await asyncio.to_thread(
+            read, config.sft, seed=config.run.seed, render=renderer.rows, say=self._display.note
+        )
+
+    async def _learn_alone(self, stack: AsyncExitStack) -> None:
+        """SFT without validation tasks: nobody plays, so there is no engine, server or ledger."""
+        model = await self._prepare(make_players(self._config))
+        await self._find_nodes(stack, model=model)
+        _, starting = self._start_learner(stack, model=model)
+        await starting
+        self._has_ended = True
+        self.history.finish({}, {}, self._restart_limit.figures())
+
+    async def _learn_and_play(
+        self,
+        starting: asyncio.Task[None],
+        *,
+        learner: LearnerProcesses,
+        serving: Serving,
+        players: Players,
+        weights: WeightSync,
+    ) -> None:
+        """SFT, and what its weights score in validation tasks."""
+        validation = self._make_validation(players, serving.buffers.ledger)
+        assert validation is not None, "SFT without validation tasks is alone"
+
+        async def play(step: int) -> dict[str, float]:
+            await weights.publish(learner.ranks, serving.engine, version=step)
+            serving.buffers.pool.unpause()
+            validation.begin(step, last=True)
+            return await validation.finish()
+
+        assert self._played is not None, "SFT has begun"
+        self._played.set_result(play)
+        await starting
+
+    async def _play(self, step: int) -> dict[str, float]:
+        """Waits until the agents can play."""
+        assert self._played is not None, "SFT has begun"
+        return await (await asyncio.shield(self._played))(step)
+
+    async def _vllm_of(self, model: Path) -> tuple[EngineSettings, Namespace, Any]:
+        """Settings, arguments and configuration of the engines, made once."""
+
+        def make() -> tuple[EngineSettings, Namespace, Any]:
+            settings = engine_settings(
+                self._config, model=model, beside_rank=self._nodes.placement.shares, most_running=self._most_running,
+                evaluates=self._evaluates is not None,
+            )  # fmt: skip
+            args = make_args(settings)
+            return settings, args, make_vllm_config(args)
+
+        if self._vllm is None:
+            self._vllm = asyncio.ensure_future(asyncio.to_thread(make))
+        return await asyncio.shield(self._vllm)
 
     async def _start_serving(
         self,
@@ -342,12 +483,7 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            settings = engine_settings(
-                config, model=model, beside_rank=self._nodes.placement.shares, most_running=self._most_running,
-                evaluates=self._evaluates is not None,
-            )  # fmt: skip
-            args = await asyncio.to_thread(make_args, settings)
-            vllm_config = await asyncio.to_thread(make_vllm_config, args)
+            settings, args, vllm_config = await self._vllm_of(model)
             engine = self._make_fleet(
                 vllm_config, settings, weights=weights,
                 count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
@@ -575,7 +711,7 @@ class Pipeline:
                     parts.environment.keep(restart_limit=self._restart_limit), name="keep the environment"
                 )
             )
-        if config.data.task_files and not self._evaluates:
+        if config.data.task_files and not self._evaluates and not self._only_sft:
             parts.buffers.pool.add_source(
                 endless_tasks(
                     {Path(path): weight for path, weight in config.data.task_files.items()},
@@ -675,7 +811,7 @@ class Pipeline:
         return {
             "phase": self._display.phase_name,
             "step": self._learn.step if self._learn is not None else 0,
-            "steps_planned": self._config.run.steps,
+            "steps_planned": self._learn.num_steps if isinstance(self._learn, SftLoop) else self._config.run.steps,
             "learner": self._learn.activity if self._learn is not None else "none",
             "tasks": {"admissible_groups": pool.get("pool/admissible_groups")},
             "pool": {

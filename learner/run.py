@@ -254,7 +254,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from mocked_server.keys import SECRET_FILE, check_host
 
     folder = Path(config.run.dir) / config.run.name
-    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    again, checkpoint = find_resume(folder, resume=resume, has_ledger=config.has_ledger)
     check_place(folder, resumes=again)
     check_trackers(config.run.trackers)
     for key, name in zip(TABLES, (config.server.tool_parser, config.server.reasoning_parser), strict=True):
@@ -301,7 +301,7 @@ def check_models(config: Config, *, resume: str) -> None:
 
     check_policy(config)
     folder = Path(config.run.dir) / config.run.name
-    _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    _, checkpoint = find_resume(folder, resume=resume, has_ledger=config.has_ledger)
     if checkpoint is not None:
         check_resumed(config, checkpoint)
 

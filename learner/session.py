@@ -59,7 +59,7 @@ def run_session(
     log = folder / LOG
     with (
         ExitStack() as stack,
-        claimed(folder, resume=resume, elsewhere=bool(config.buffer.node)) as (again, checkpoint),
+        claimed(folder, resume=resume, has_ledger=config.has_ledger) as (again, checkpoint),
         own_terminal(log) as terminal,
         signals_end_at_once(partial(_way_on, folder, program=program), terminal=terminal),
     ):
@@ -73,7 +73,8 @@ def run_session(
         stack.enter_context(debugger_on(terminal) if config.run.debug else nullcontext())
         console = Terminal(terminal, force_terminal=False if config.run.debug else None)  # no panel before a debugger
         say = partial(console.print, highlight=False, soft_wrap=True)
-        say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
+        goal = "SFT" if config.learner.stage == "sft" else f"{config.run.steps} steps"
+        say(f"understudy: run '{config.run.name}', {goal}, results in {folder}, log in {log}")
         if again:
             place, news = (checkpoint.folder, check_resumed(config, checkpoint)) if checkpoint else ("the start", [])
             say("\n".join([f"resuming after step {start}, from {place}", *news]))
@@ -231,6 +232,9 @@ def conclude(
         attempt("reward.png", partial(report, console, history.rewards, summary=summary, folder=folder))
         if (folder / LEDGER).is_file():
             attempt("the answers", partial(show_answers, folder, say=say))
+    elif history.sft:
+        shown = {name: value for name, value in summary.items() if name not in {"name", "stopped", "error"}}
+        console.print(summary_table(shown, title=f"run '{summary['name']}'"))
     verdicts = history.verdicts()
     for line in verdicts:
         say(f"note: {line}", style="bold yellow")
@@ -239,8 +243,9 @@ def conclude(
     held_back = bool(verdicts) and not history.is_solved
     if held_back or (errors and (folder / LEDGER).is_file()):
         say(how_to_see_why(folder, program=program))
-    if code == 130 or (errors and history.rewards):
-        say(how_to_go_on(folder, began=bool(history.rewards), program=program))
+    began = bool(history.rewards or history.sft)
+    if code == 130 or (errors and began):
+        say(how_to_go_on(folder, began=began, program=program))
     for error in errors:
         if not isinstance(error, UnderstudyError) and not why_refused(error):
             say("".join(traceback.format_exception(error)))

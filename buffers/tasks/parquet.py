@@ -1,6 +1,6 @@
 """Task and trace files: parquet in verl's columns -> `Task`s, lazily. The owner of pyarrow, with `buffers.tasks.datasets`.
 
-Called by the task pool and the task source, by programs that make data and by the warm start. Invariants: a file is read
+Called by the task pool and the task source, by programs that make data and by the SFT stage. Invariants: a file is read
 one slice, or some of its row groups, at a time; a row that cannot be used stops the reading with file, row, column, rule,
 value and remedy; files appear whole or not at all. It reads nothing but the file it is given and runs nothing that a file
 says.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,15 +223,26 @@ class Trace:
     """A conversation to learn from."""
 
     messages: list[Message]
+    """Messages in OpenAI's form; an assistant's may have `tool_calls`, `reasoning_content`, and `weight` 0, with which it is not
+    learned, or 1."""
     tools: list[dict[str, Any]] | None = None
     """What its prompt offers, in OpenAI's form."""
+    score: float | None = None
+    """How well it did; None: nobody says."""
+    weight: float = 1.0
+    """Weight of its tokens in the loss."""
 
 
 def read_demonstrations(path: Path) -> Iterator[Trace]:
-    """The conversations of a file (column `messages`; and `tools` as JSON text, where there are some), in order."""
+    """The conversations of a parquet file, or of a `.jsonl` file with an object a line, in order.
+
+    Columns: `messages`, and where there are some `tools`, `score` and `weight`; messages and tools may be JSON text. Raises
+    TaskError."""
+    if path.suffix == ".jsonl":
+        return _read_lines(path)
     file = _open(path, required="messages")
-    columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
-    return _read(file, columns=columns, parse=lambda _, cell: _trace(cell), path=path)
+    columns = [name for name in ("messages", "tools", "score", "weight") if name in file.schema_arrow.names]
+    return _read(file, columns=columns, parse=lambda _, cell: _trace(_without_nulls(cell)), path=path)
 
 
 def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> None:
@@ -363,16 +375,84 @@ def _task(row: dict[str, Any], *, default_id: str) -> Task:
     )
 
 
+def _read_lines(path: Path) -> Iterator[Trace]:
+    if not path.is_file():
+        raise TaskError(
+            f"{path} must be a file of JSON lines, got {'a folder' if path.is_dir() else 'nothing'} there; name a file"
+        )
+    number = 0
+    try:
+        with path.open("rb") as lines:
+            while line := lines.readline(MAX_CELL_BYTES + 1):
+                if len(line) > MAX_CELL_BYTES:
+                    raise BadCell("messages", f"at most {MAX_CELL_BYTES} bytes a line", "a longer line", "write less")
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict) or "messages" not in row:
+                    raise BadCell("messages", "in the object of each line", row, "write {'messages': [...]}")
+                yield _trace(row)
+                number += 1
+    except BadCell as error:
+        raise TaskError(f"{path}, row {number}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise TaskError(
+            f"{path}, row {number}: a line must be a JSON object ({error}); write one object a line"
+        ) from error
+    if not number:
+        raise TaskError(f"{path} must hold at least one row, got none; write it again")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A struct column fills the fields that an object lacks with null, at each depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _trace(row: dict[str, Any]) -> Trace:
-    cell, tools = row.get("tools"), None
-    if cell is not None:
+    messages, tools = _listed(row, column="messages"), _listed(row, column="tools")
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise BadCell("tools", "a list of objects", tools, "write OpenAI's list of tools")
+    for message in messages or ():
+        if isinstance(message, dict) and message.get("content") is None and message.get("tool_calls"):
+            message["content"] = ""  # as OpenAI writes an answer of calls alone
+        if isinstance(message, dict) and message.get("weight") not in (None, 0, 1):
+            raise BadCell(
+                "messages",
+                "a list of messages with a weight of 0 or 1",
+                message["weight"],
+                "weigh whole rows by `weight`",
+            )
+    score, weight = (_number(row, column=name) for name in ("score", "weight"))
+    if weight is not None and weight < 0.0:
+        raise BadCell("weight", "a number of at least 0", weight, "leave out what is not to be learned")
+    return Trace(
+        messages=_messages({**row, "messages": messages}, column="messages"), tools=tools or None, score=score,
+        weight=1.0 if weight is None else weight,
+    )  # fmt: skip
+
+
+def _listed(row: dict[str, Any], *, column: str) -> list[Any] | None:
+    """A cell that is a list, or the JSON text of one; None: there is none."""
+    cell = row.get(column)
+    if isinstance(cell, str):
         try:
-            tools = json.loads(cell)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
-    return Trace(messages=_messages(row, column="messages"), tools=tools)
+            cell = json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise BadCell(column, f"a list, or its JSON text ({error})", cell[:200], "write OpenAI's list") from error
+    if cell is not None and not isinstance(cell, list):
+        raise BadCell(column, "a JSON list of objects", cell, "write OpenAI's list")
+    return cell
+
+
+def _number(row: dict[str, Any], *, column: str) -> float | None:
+    cell = row.get(column)
+    if cell is None:
+        return None
+    if isinstance(cell, bool) or not isinstance(cell, int | float) or not isfinite(cell):
+        raise BadCell(column, "a finite number", cell, "write a number, or nothing")
+    return float(cell)
 
 
 def _messages(row: dict[str, Any], *, column: str) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Writes the relay game's task file and its warm-start traces: `python -m env_adapters.relay.make_data --help`.
+"""Writes the relay game's task file and its traces for SFT: `python -m env_adapters.relay.make_data --help`.
 
 Called by a run when its task file is missing, or by hand. The invariant: the same arguments write the same rows. The rules are in
 `env_adapters.relay.game`.
@@ -11,7 +11,7 @@ from env_adapters.walk.make_data import make_data
 
 if __name__ == "__main__":
     make_data(
-        "Write the relay game's tasks and warm-start traces.",
+        "Write the relay game's tasks and traces for SFT.",
         tasks=relay_tasks,
         traces=relay_traces,
         helpful=0.25,

@@ -1,7 +1,7 @@
 """The demo game: find the exit of a 5 x 5 room in at most 8 moves, by following one hint per move.
 
 Called by `env_adapters.walk.server` (which plays it with an agent), `env_adapters.walk.make_data` (which writes its
-tasks and its warm-start traces) and `env_adapters.adapter` (which makes the adapter). The invariant: the same task and
+tasks and its traces for SFT) and `env_adapters.adapter` (which makes the adapter). The invariant: the same task and
 the same answers give the same transcript, on every machine; following each hint always reaches the exit, so the best
 mean score is 1.0. It does no I/O and knows no model.
 """

@@ -1,4 +1,4 @@
-"""Writes the demo's task file and its warm-start traces: `python -m env_adapters.walk.make_data --help`.
+"""Writes the demo's task file and its traces for SFT: `python -m env_adapters.walk.make_data --help`.
 
 Called by the run when the demo's task file is missing, or by hand; `make_data` is also the relay game's. The invariant: the same
 arguments write the same rows. It holds no rule of the game; those are in `env_adapters.walk.game`.
@@ -42,7 +42,7 @@ def make_data(
 
 if __name__ == "__main__":
     make_data(
-        "Write the demo's tasks and warm-start traces.",
+        "Write the demo's tasks and traces for SFT.",
         tasks=walk_tasks,
         traces=walk_traces,
         helpful=0.1,

@@ -1,6 +1,6 @@
 """torch.distributed and FSDP2, in one place: process group, sharding, reductions, shard copies, gathered weights.
 
-Called by `learner.training.trainer` and `learner.training.warm_start`; nothing else imports torch.distributed.
+Called by `learner.training.trainer` and `learner.training.sft`; nothing else imports torch.distributed.
 Invariant: every function here but `clone_shards` and `swapped` is entered by all ranks in the same order. One rank
 takes the same path as many. Parameters are sharded again after every forward pass, the root's included: shards may be
 exchanged between any two passes. No losses, no data.

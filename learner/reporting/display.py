@@ -62,6 +62,8 @@ class _Shown:
     phase_began_s: float = 0.0
     step: int = 0
     rewards: tuple[float, ...] = ()
+    sft: str = ""
+    """How far SFT is."""
     step_times_s: tuple[float, ...] = ()
     mean_lag: float = 0.0
     max_lag: float = 0.0
@@ -160,6 +162,17 @@ class Display:
         if self._live is None:
             self._say(self._line())
 
+    def learned(self, step: int, *, of: int, loss: float, tokens_per_s: float, step_s: float) -> None:
+        """One update of SFT was made. `loss`: in nats a token."""
+        line = f"SFT {step}/{of}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {step_s:.2f} s"
+        self._shown = replace(self._shown, sft=line)
+        if self._live is None:
+            self._say(line)
+
+    def held_out(self, step: int, *, loss: float) -> None:
+        """The loss of held-out demonstrations under the weights of SFT's `step`."""
+        self._say(f"validation of SFT step {step}  loss {loss:.4f}")
+
     def validated(self, step: int, *, mean: float, best: float) -> None:
         """A validation of the weights of `step` ended: mean score, and mean of each task's best."""
         self._say(f"validation of step {step}  mean {mean:.3f}  best {best:.3f}")
@@ -193,6 +206,8 @@ class Display:
         if shown.phase:
             rows.add_row("start-up", Text(f"{shown.phase} ... {self._clock() - shown.phase_began_s:.0f} s"))
         rows.add_row("step", bar)
+        if shown.sft:
+            rows.add_row("SFT", Text(shown.sft))
         if shown.rewards:
             rows.add_row("reward", Text(self._reward(shown)))
             rows.add_row("", Text(sparkline(shown.rewards, top=self._optimum), style="cyan"))

@@ -120,7 +120,8 @@ class History:
         self._drift_told = False
         self.steps = [dict(figures) for figures in earlier if "reward/mean" in figures]
         self.rewards = [figures["reward/mean"] for figures in self.steps]
-        self.warm_start: Mapping[str, float] = {}
+        self.sft: Mapping[str, Any] = {}
+        """The figures of SFT (`learner.sft_loop.SftLoop.summary`); empty: there was none."""
         self._final: dict[str, Any] = {}
 
     def add(
@@ -247,6 +248,10 @@ class History:
     def summary(self) -> dict[str, Any]:
         """The run in figures. Rewards are mean scores: of the first 3 steps, of the last 5, and of the best step."""
         config, steps = self._config, self.steps
+        if config.learner.stage == "sft":
+            wall_s = self._earlier_s + self._clock() - self._began
+            named = {"name": config.run.name, "seed": config.run.seed}
+            return {**named, **self.sft, "wall_s": wall_s, **self._final}
 
         def most(name: str) -> float | None:
             return max((s[name] for s in steps if name in s), default=None)
@@ -276,7 +281,7 @@ class History:
             "engine_idle_share": time_share(steps, "time/engine_idle_s"),
             "step_s_mean": mean("time/step_s"),
             "publish_s_mean": mean("time/publish_s"),
-            "warm_start": dict(self.warm_start),
+            "sft": dict(self.sft),
             **self._final,
         }
 

@@ -84,20 +84,21 @@ def _answer(compute: Callable[[], object], writing: int) -> None:
 
 
 def check_files(config: Config, *, resumes: bool) -> None:
-    """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint, after the warm
-    start."""
-    data, warm = config.data, "" if resumes else config.warm_start.demonstrations
-    named = [path for path in (*data.task_files, data.validation.tasks, warm) if path]
+    """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint."""
+    data, shown = config.data, {} if resumes else config.sft.files
+    tasks = {} if config.learner.stage == "sft" else data.task_files
+    named = [path for path in (*tasks, data.validation.tasks, *shown.values()) if path]
     is_made = bool(data.make) and not all(Path(path).is_file() or is_dataset(path) for path in named)
-    files = {"data.tasks": list(data.task_files), "data.validation.tasks": [data.validation.tasks]}
+    files = {"data.tasks": list(tasks), "data.validation.tasks": [data.validation.tasks]}
     if config.env.harbor.agent:  # folders of Harbor tasks, see agents.harbor.start_check
         files = {}
     for key, paths in files.items():
         for path in filter(None, paths):
             if not is_dataset(path) and (not is_made or Path(path).is_file()):
                 check_tasks(key, path, first=FIRST_ROWS)
-    if warm and (not is_made or Path(warm).is_file()):
-        check_demonstrations(warm)
+    for key, path in shown.items():
+        if not is_made or Path(path).is_file():
+            check_demonstrations(key, path)
     if not is_hub_model(config.model.path):
         check_policy(config)
 
@@ -113,9 +114,9 @@ def check_tasks(
     return {}
 
 
-def check_demonstrations(path: str) -> None:
+def check_demonstrations(key: str, path: str) -> None:
     """Reads the first demonstration. Raises TaskError."""
-    _named("warm_start.demonstrations", path, lambda file: next(read_demonstrations(file)))
+    _named(key, path, lambda file: next(read_demonstrations(file)))
 
 
 def _named(key: str, path: str, read: Callable[[Path], T]) -> T:
@@ -164,8 +165,9 @@ def check_policy(config: Config) -> None:
     if has_remote_code(folder) and not config.model.trust_remote_code:
         _check_known(folder)
     plain = bool(config.data.scorer) and not (config.agents.command or config.agents.loops or config.env.harbor.agent)
-    if plain and not has_chat_template(folder):
-        raise TaskError(f"plain prompts need a chat template, got {folder} without one; {TEMPLATE_REMEDY}")
+    if (plain or config.sft.demonstrations) and not has_chat_template(folder):
+        what = "plain prompts need" if plain else "sft.demonstrations needs"
+        raise TaskError(f"{what} a chat template, got {folder} without one; {TEMPLATE_REMEDY}")
 
 
 def _check_known(folder: Path) -> None:

@@ -27,18 +27,18 @@ async def prepare_files(
     folder: Path,
     make: Callable[[Sequence[str], str, Path], Awaitable[None]],
     players: Players,
-    warms_up: bool,
+    begins_with_sft: bool,
     warn: Callable[[str], None],
 ) -> Path:
     """The model's folder; makes the tiny model, and has the files made that are missing.
 
-    `make` runs `data.make`, as this file is missing, with a log file. `warms_up`: the demonstrations are read. A row's
+    `make` runs `data.make`, as this file is missing, with a log file. `begins_with_sft`: the demonstrations are read. A row's
     `agent_name` must be one of `players`. `warn` gets a line for what has no effect. Raises TaskError for a file that cannot be
     used: that is known before the engine starts.
     """
-    files = config.data.task_files
-    demonstrations = config.warm_start.demonstrations if warms_up else ""
-    named = [*files, config.data.validation.tasks, demonstrations]
+    files = {} if config.learner.stage == "sft" else config.data.task_files
+    shown = config.sft.files if begins_with_sft else {}
+    named = [*files, config.data.validation.tasks, *shown.values()]
     if config.data.make and (missing := [path for path in named if path and not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
     keys = {path: "data.tasks" for path in files} | {config.data.validation.tasks: "data.validation.tasks"}
@@ -63,8 +63,8 @@ async def prepare_files(
             "data.scorer is never asked: environments score all rows of the task files; leave it out, or name a player in "
             "agent_name that has none"
         )
-    if demonstrations:
-        await asyncio.to_thread(check_demonstrations, demonstrations)
+    for key, path in shown.items():
+        await asyncio.to_thread(check_demonstrations, key, path)
     if config.model.path == "tiny":
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
     source, own = check_model(config.model.path), folder / "model"

@@ -23,7 +23,7 @@ RATE, OF_WEIGHTS = 1e-5, 135e6
 RATES = 5e-7, 2e-5
 LORA_RATIO = 10.0
 """Adapters bear ten times the rate of all weights, whatever their rank ("LoRA Without Regret", Thinking Machines, 2025)."""
-WARM_START_RATE = 2e-5
+SFT_RATE = 2e-5
 TOO_LARGE = 20.0
 """A rate so many times the default's is warned of."""
 CPU_TOKEN_BUDGET = 1024
@@ -54,7 +54,7 @@ def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: i
     found = [
         Choice("learner.lr", _rounded(ratio * rate), f"{kind} of a pretrained model of {size}"),
         Choice("learner.critic_lr", _rounded(10.0 * rate), "ten times the policy's"),
-        Choice("warm_start.lr", _rounded(ratio * WARM_START_RATE), "a pretrained model"),
+        Choice("sft.lr", _rounded(ratio * SFT_RATE), "a pretrained model"),
     ]
     if learner.advantage != "gae":
         found.append(Choice("learner.minibatches", 1, "an update on fresh data needs no pass before it"))
@@ -102,9 +102,9 @@ def _counts(config: Config, key: str) -> bool:
     """Whether the key has an effect in this run."""
     if key == "learner.critic_lr":
         return config.learner.advantage == "gae" and config.learner.critic == "separate"
-    if key == "warm_start.lr":
-        return bool(config.warm_start.demonstrations)
-    return True
+    if key == "sft.lr":
+        return bool(config.sft.demonstrations)
+    return not (config.learner.stage == "sft" and key in ("learner.lr", "learner.minibatches"))
 
 
 def _value(config: Config, key: str) -> Any:

@@ -43,11 +43,11 @@ NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path",
 """Keys of a model's config.json that a checkpoint of it may say otherwise."""
 
 
-def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
+def find_resume(folder: Path, *, resume: str, has_ledger: bool = True) -> tuple[bool, Checkpoint | None]:
     """Whether `folder` holds a run to resume, and from which checkpoint (None: from its start). Raises CheckpointError.
 
     `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
-    `elsewhere`: the ledger is on another node's disk.
+    `has_ledger`: the run has a ledger, on this machine.
     """
     if resume and (folder / EVALUATION).is_file():
         raise CheckpointError(
@@ -56,7 +56,7 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
         )
     if resume and folder.is_dir():
         _check_links(folder)
-    has_books = (folder / (CONFIG if elsewhere else LEDGER)).is_file()
+    has_books = (folder / (LEDGER if has_ledger else CONFIG)).is_file()
     if resume in ("", "auto"):
         again = resume == "auto" and has_books
         return again, CheckpointStore(folder / "checkpoints", keep=1).newest() if again else None
@@ -125,7 +125,7 @@ def check_place(folder: Path, *, resumes: bool) -> None:
 def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
     """A line for each thing that begins anew with this configuration. Raises CheckpointError where the checkpoint is not one of
     this model, with these adapters and this critic."""
-    learner, made = config.learner, checkpoint.folder.parent.parent / "model"
+    learner, made = config.used_learner, checkpoint.folder.parent.parent / "model"
     folder = made if config.model.path == "tiny" or config.model.path.endswith(".gguf") else Path(config.model.path)
     adapters = [
         *checkpoint.model.glob(f"{ADAPTER}/adapter_config.json"),
@@ -176,11 +176,11 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 @contextmanager
-def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Iterator[tuple[bool, Checkpoint | None]]:
+def claimed(folder: Path, *, resume: str = "", has_ledger: bool = True) -> Iterator[tuple[bool, Checkpoint | None]]:
     """The folder of a run while it lives: what `find_resume` says and, of a new run, an empty folder, an earlier run of that name
     being moved aside. Raises UnderstudyError where another process has it, and for what its disk did not take in the block."""
     with _locked(folder):
-        again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
+        again, checkpoint = find_resume(folder, resume=resume, has_ledger=has_ledger)
         with _taken_by_disk(folder):
             check_takes(folder if folder.is_dir() else folder.resolve().parent)
             if not again and folder.exists() and any(folder.iterdir()):

@@ -1,1 +1,1 @@
-"""One update: a batch as tensors, packed micro-batches, the ranks that train on them, the warm start."""
+"""One update: a batch as tensors, packed micro-batches, the ranks that train on them, SFT."""

@@ -1,6 +1,6 @@
 """Rows to micro-batches: who computes what, and the packed tensors for it.
 
-Called by `learner.training.trainer`, `learner.training.batch_tensors` and `learner.training.warm_start`. Every rank
+Called by `learner.training.trainer`, `learner.training.batch_tensors` and `learner.training.sft`. Every rank
 holds the whole batch and makes the same plan from it, so no communication is needed to agree. Invariants: each row is
 in exactly one micro-batch of a plan, and every rank runs the same number of micro-batches (FSDP's collectives are
 entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack, without

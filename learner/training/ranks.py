@@ -11,7 +11,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,12 @@ from buffers.remote.actor import HERE, Actor, ActorDied, ActorRefused, ChildActo
 from buffers.weights.node_weights import same_on
 from configs.child_processes import python_path
 from configs.fork_server import own_context
-from configs.schema import LearnerConfig, WarmStartConfig
+from configs.schema import LearnerConfig
 from learner.checkpoints.store import Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.token_figures import TokenFigures
+from learner.training.sft import SftRow
 from learner.training.trainer import Trainer
 
 GRACE_S = 5.0
@@ -36,8 +37,6 @@ NODE_GRACE_S = 60.0
 """The same where ranks are on other nodes: Ray takes as long to know that a node is gone."""
 PORTS = range(20_000, 30_000)
 """Ports where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
-WARM_START_BATCH = 32
-"""Traces in one update of the warm start."""
 LOOK_S = 0.2
 """Seconds between looks at whether they live."""
 TITLE = "understudy::learner_rank"
@@ -138,20 +137,34 @@ class LearnerRanks:
             await asyncio.sleep(LOOK_S)
             await self._until_all(_START, [actor.ready() for actor in self._actors])
 
-    async def warm_start(
-        self, traces_path: Path, *, steps: int, lr: float, seed: int, batch_size: int = WARM_START_BATCH
-    ) -> dict[str, float]:
-        """See `Trainer.warm_start`."""
-        return await self._first("warm_start", traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+    async def begin_sft(self) -> None:
+        """See `Trainer.begin_sft`."""
+        await self._all("begin_sft")
+
+    async def sft_step(self, rows: Sequence[SftRow], *, lr: float) -> dict[str, float]:
+        """See `Trainer.sft_step`."""
+        return await self._first("sft_step", await self._stored(rows), lr=lr)
+
+    async def sft_loss(self, rows: Sequence[SftRow]) -> tuple[float, float]:
+        """See `Trainer.sft_loss`."""
+        found: tuple[float, float] = (await self._all("sft_loss", await self._stored(rows)))[0]
+        return found
+
+    async def end_sft(self) -> None:
+        """See `Trainer.end_sft`."""
+        await self._all("end_sft")
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """See `Trainer.train_step`."""
-        stored: Any = batch
-        if any(place.ray_node for place in self._places):
-            from buffers.remote.ray_actor import stored_once
+        return await self._first("train_step", await self._stored(batch), version=version)
 
-            stored = await asyncio.to_thread(stored_once, batch)
-        return await self._first("train_step", stored, version=version)
+    async def _stored(self, batch: Any) -> Any:
+        """A batch as ranks of a cluster are given it: it crosses to each node once."""
+        if not any(place.ray_node for place in self._places):
+            return batch
+        from buffers.remote.ray_actor import stored_once
+
+        return await asyncio.to_thread(stored_once, batch)
 
     async def token_figures(self) -> TokenFigures | None:
         """See `Trainer.token_figures`."""
@@ -297,26 +310,22 @@ def free_port(host: str) -> int:
 
 
 # Starts the learner's ranks with their state, and restarts them when a process died. Invariant: when `start` or `restart`
-# returns, all ranks hold the state of the given checkpoint, or that of the run's start (after the warm start).
+# returns, all ranks hold the state of the given checkpoint, or that of the run's start.
 
 
 class LearnerProcesses:
-    """`on_warm_start`: called with the metrics of each warm start."""
+    """`first`: brings fresh ranks to the weights that the run starts from, by SFT; None: they have them."""
 
     def __init__(
         self,
         ranks: LearnerRanks,
         *,
-        warm_start: WarmStartConfig,
-        seed: int,
         restart_limit: RestartLimit,
-        on_warm_start: Callable[[dict[str, float]], None],
+        first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.ranks = ranks
-        self._warm_start = warm_start
-        self._seed = seed
         self._restart_limit = restart_limit
-        self._on_warm_start = on_warm_start
+        self._first = first
 
     async def start(self, checkpoint: Checkpoint | None) -> None:
         """Needs Ray. Raises RankDied when they die too often, RankFailed."""
@@ -327,7 +336,7 @@ class LearnerProcesses:
             except RankDied as death:
                 self._restart_limit.record("learner", death)
             except asyncio.CancelledError:
-                self.ranks.kill()  # `close` would wait for the end of the warm start
+                self.ranks.kill()  # `close` would wait for the end of an update
                 raise
 
     async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None:
@@ -338,6 +347,5 @@ class LearnerProcesses:
     async def _prepare(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             await self.ranks.load(checkpoint.learner)
-        elif self._warm_start.demonstrations:
-            traces, steps, lr = Path(self._warm_start.demonstrations), self._warm_start.steps, self._warm_start.lr
-            self._on_warm_start(await self.ranks.warm_start(traces, steps=steps, lr=lr, seed=self._seed))
+        elif self._first is not None:
+            await self._first()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,13 @@ class RoleTrainer(Trainer):
         fsdp.load_shards(self._policy, shards=self._apart.pop(role))
         self._present, self._own = role, self._all[role]
 
-    def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
-        """See `Trainer.warm_start`: all roles begin with what it has learned."""
-        metrics = super().warm_start(traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+    def end_sft(self) -> None:
+        """See `Trainer.end_sft`: all roles begin with what it has learned."""
+        super().end_sft()
         self._begin_alike()
-        return metrics
 
     def versions(self) -> dict[str, int]:
-        """The present version of each role: its updates since the warm start."""
+        """The present version of each role: its updates since SFT."""
         return {role: own.steps for role, own in self._all.items()}
 
     def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
@@ -190,6 +190,8 @@ class RoleTrainer(Trainer):
     def save_pretrained(self, folder: Path) -> None:
         """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions.
         All ranks call this; rank 0 writes."""
+        if self._sft is not None:
+            self._begin_alike()
         writer = self._rank == 0
         base = weight_shards.gather_policy(self._policy, dtype=self._dtype, keep=writer, scaling=0.0)
         adapters = {}
@@ -208,6 +210,8 @@ class RoleTrainer(Trainer):
 
     def save(self, folder: Path) -> None:
         """Writes a folder for each role, and the rows that wait. All ranks call this."""
+        if self._sft is not None:
+            return super().save(folder)
         for role in self._all:
             self._enter(role)
             super().save(folder / role)
@@ -216,6 +220,8 @@ class RoleTrainer(Trainer):
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`. Raises ValueError, before any change, for a checkpoint of other roles."""
+        if self._sft is not None:
+            return super().load(folder)
         there = sorted(path.name for path in folder.iterdir() if (path / COUNTERS).is_file())
         if there != sorted(self._all):
             raise ValueError(
@@ -229,7 +235,7 @@ class RoleTrainer(Trainer):
 
     def _learned(self) -> dict[str, training_state.Learned]:
         """Adapters alone: the base is the same in all checkpoints."""
-        return {"policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer, trained_only=True)}
+        return {name: replace(part, trained_only=True) for name, part in super()._learned().items()}
 
 
 def _by_row(rows: Sequence[Row], figures: TokenFigures | None) -> dict[int, TokenFigures]:

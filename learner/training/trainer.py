@@ -53,10 +53,11 @@ from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
+from learner.training.hinted_rows import hinted_sequences
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
+from learner.training.sft import SftRow, SftUpdates
 from learner.training.tree_packing import kept_together
-from learner.training.warm_start import hinted_sequences, load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
 PROBE_BEYOND = 8
@@ -152,29 +153,34 @@ class Trainer:
         self._work = Work.of(self._policy.lm)
         self._rate = matmul_rate(device=device, dtype=dtype) * world_size
         self._token_figures: TokenFigures | None = None
+        self._sft: SftUpdates | None = None
+        """While an SFT stage is under way."""
 
-    def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
-        """Supervised learning on a parquet file of traces; a separate critic starts from the same weights."""
-        traces = load_traces(traces_path, tokenizer=self._tokenizer)
-        metrics = train_on_traces(
-            self._policy,
-            traces=traces if self.layout.packs else PaddedSequences(traces),
-            steps=steps,
-            batch_size=batch_size,
-            lr=lr,
-            lr_warmup_steps=self._config.lr_warmup_steps,
-            grad_clip=self._config.grad_clip,
-            token_budget=self._config.token_budget,
-            seed=seed,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+    def begin_sft(self) -> None:
+        """An SFT stage begins, before the first step: until `end_sft`, `save` and `load` are of its policy and optimizer."""
+        self._sft = SftUpdates(
+            self._policy, layout=self.layout, config=self._config, rank=self._rank, world_size=self._world_size,
+            device=self._device,
+        )  # fmt: skip
+
+    def sft_step(self, rows: Sequence[SftRow], *, lr: float) -> dict[str, float]:
+        """See `SftUpdates.step`."""
+        assert self._sft is not None, "begin_sft() first"
+        return self._sft.step(rows, lr=lr)
+
+    def sft_loss(self, rows: Sequence[SftRow]) -> tuple[float, float]:
+        """See `SftUpdates.loss`."""
+        assert self._sft is not None, "begin_sft() first"
+        return self._sft.loss(rows)
+
+    def end_sft(self) -> None:
+        """What was learned stays, the optimizer goes; a separate critic starts from the same weights."""
+        self._sft = None
         if self._critic is not None:
             fsdp.load_shards(self._critic.lm, shards=fsdp.clone_shards(self._policy.lm))
-        return metrics
 
     def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """One step on a batch. `version` is that of the weights before it (0 after the warm start).
+        """One step on a batch. `version` is that of the weights before it (0 after SFT).
 
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite.
         """
@@ -390,6 +396,8 @@ class Trainer:
             self._own.bonus.value = counters.entropy_coef
 
     def _learned(self) -> dict[str, training_state.Learned]:
+        if self._sft is not None:
+            return {"policy": training_state.Learned(module=self._policy, optimizer=self._sft.optimizer)}
         learned = {"policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer)}
         if self._critic is not None and self._critic_optimizer is not None:
             learned["critic"] = training_state.Learned(module=self._critic, optimizer=self._critic_optimizer)

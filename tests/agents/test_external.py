@@ -278,7 +278,7 @@ def test_a_run_of_an_unmodified_program_on_two_weighted_files(tmp_path: Path) ->
         tasks = [Task(task_id=f"{n}", prompt=[{"role": "user", "content": f"{name} {n}"}]) for n in range(6)]
         write_tasks(tmp_path / f"{name}.parquet", tasks)
     run = start(
-        tmp_path, "run.steps=2", "warm_start.demonstrations=''", "env.command=[]", "data.make=[]", "data.scorer=json_line",
+        tmp_path, "run.steps=2", "sft.demonstrations=''", "env.command=[]", "data.make=[]", "data.scorer=json_line",
         f"data.tasks={{{tmp_path}/large.parquet: 3, {tmp_path}/small.parquet: 1}}",
         f"agents.command=['{{python}}', '{tmp_path / 'program.py'}']", "agents.processes=0", "agents.concurrency=4",
         "buffer.groups_per_step=4", "buffer.group_size=2",

@@ -151,7 +151,7 @@ def test_the_command_line_writes_what_it_shows(
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_run_of_the_benchmark_is_a_real_one(tmp_path: Path) -> None:
-    small = ("buffer.groups_per_step=2", "buffer.group_size=2", "agents.concurrency=8", "warm_start.steps=2")
+    small = ("buffer.groups_per_step=2", "buffer.group_size=2", "agents.concurrency=8", "sft.steps=2")
     bench = Bench(folder=tmp_path, steps=2, overrides=small)
     figures = bench.run(LONG_TAIL, lag=async_overlap.ASYNC_LAG, move_ms=20.0, seed=1)
     assert figures["max_lag"] <= async_overlap.ASYNC_LAG

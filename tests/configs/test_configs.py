@@ -164,18 +164,18 @@ def test_a_wrong_key_in_a_file_is_refused_with_the_files_name(tmp_path: Path) ->
 
 def test_nothing_after_the_equals_sign_empties_a_value(tmp_path: Path) -> None:
     given = [
-        "warm_start.demonstrations=",
+        "sft.demonstrations=",
         "agents.loops=",
         "agents.command= ",
         "run.reward_optimum=",
         "agents.silence_s=",
     ]
     config = load_config(overrides=[*given, "data.tasks="])
-    assert (config.warm_start.demonstrations, config.agents.loops, config.agents.command) == ("", "", [])
+    assert (config.sft.demonstrations, config.agents.loops, config.agents.command) == ("", "", [])
     assert (config.run.reward_optimum, config.agents.silence_s, config.data.task_files) == (None, None, {})
     path = tmp_path / "mine.yaml"
-    path.write_text("warm_start:\n  demonstrations:\n")
-    assert load_config(path).warm_start.demonstrations == ""
+    path.write_text("sft:\n  demonstrations:\n")
+    assert load_config(path).sft.demonstrations == ""
 
 
 def test_a_value_that_cannot_be_empty_is_asked_for() -> None:

@@ -58,7 +58,7 @@ runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") 
 """
 """A program that prints all the time, around one that does not."""
 KNOBS = (
-    "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16",
+    "run.checkpoints.every=2", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16",
 )  # fmt: skip
 SIZE = 4096
 
@@ -187,7 +187,7 @@ def noisy(folder: Path, environment: Mapping[str, str]) -> list[str]:
         f"env.command=[{begin}, env_adapters.walk.server]",
         f"data.make=[{make}]",
         f"data.tasks={folder}/tasks.parquet",
-        f"warm_start.demonstrations={folder}/traces.parquet",
+        f"sft.demonstrations={folder}/traces.parquet",
     ]
 
 

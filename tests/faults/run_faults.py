@@ -21,7 +21,7 @@ from tests.project.test_resume import books_balance
 from tests.support.run_parts import Run, start
 
 KNOBS = (
-    "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2",
+    "run.checkpoints.every=2", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2",
     "agents.concurrency=16",
 )  # fmt: skip
 FLEET = {

@@ -281,7 +281,7 @@ def values(run: Run, name: str) -> list[float]:
 @pytest.mark.engine
 def test_a_run_whose_engine_drops_a_logit_scale_ends_before_its_first_step_and_says_where(tmp_path: Path) -> None:
     make_family("granite", tmp_path / "granite", seed=0)
-    settings = ("run.steps=2", "warm_start.demonstrations=", f"model.path={tmp_path / 'granite'}")
+    settings = ("run.steps=2", "sft.demonstrations=", f"model.path={tmp_path / 'granite'}")
     run = start(tmp_path, *settings, "rollout.engine_args={hf_overrides: {logits_scaling: 1.0}}")
     code, output = run.wait()
     assert code == 1 and "the states behind all 2 layers agree" in output and "step 1" not in output, output
@@ -291,7 +291,7 @@ def test_a_run_whose_engine_drops_a_logit_scale_ends_before_its_first_step_and_s
 @pytest.mark.engine
 def test_a_run_goes_on_with_vllms_other_class_where_its_own_differs(tmp_path: Path) -> None:
     make_family("cohere2", tmp_path / "cohere2", seed=0)
-    run = start(tmp_path, "run.steps=2", "warm_start.demonstrations=", f"model.path={tmp_path / 'cohere2'}")
+    run = start(tmp_path, "run.steps=2", "sft.demonstrations=", f"model.path={tmp_path / 'cohere2'}")
     code, output = run.wait()
     assert code == 0 and "trying rollout.engine_args={model_impl: transformers}" in output, output
     assert len(values(run, "policy/max_logprob_diff")) == 2 and max(values(run, "policy/max_logprob_diff")) < 1e-4

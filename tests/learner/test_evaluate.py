@@ -40,7 +40,7 @@ def test_validation_tasks_are_played_where_there_are_some():
     config = load_config(overrides=["data.validation.tasks=val.parquet", "data.validation.samples=4"])
     played = evaluated_config(config, checkpoint=None, samples=None)
     assert (played.data.tasks, played.data.validation.samples) == ("val.parquet", 4)
-    assert played.run.name == "demo-eval" and played.model == config.model and not played.warm_start.demonstrations
+    assert played.run.name == "demo-eval" and played.model == config.model and not played.sft.demonstrations
     training = evaluated_config(load_config(), checkpoint=None, samples=2)
     assert (training.data.tasks, training.data.validation.samples) == (load_config().data.tasks, 2)
 

@@ -21,7 +21,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
-from configs.schema import BufferConfig, CheckpointsConfig, RunConfig, WarmStartConfig
+from configs.schema import BufferConfig, CheckpointsConfig, RunConfig
 from learner.agreement import Disagreement
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_shards import Published
@@ -61,9 +61,8 @@ class FakeRanks:
     async def start(self) -> None:
         self.told.append("start")
 
-    async def warm_start(self, traces: Path, *, steps: int, lr: float, seed: int) -> dict[str, float]:
+    async def first(self) -> None:
         self.told.append(("prepare", 0))
-        return {}
 
     async def load(self, folder: Path) -> None:
         self.told.append(("prepare", int(folder.parent.name.partition("-")[2].partition("-")[0])))
@@ -172,10 +171,7 @@ async def learning(
 
     engine, weights = FakeEngine(), WeightSync(tmp_path)
     restart_limit, terminal = RestartLimit(), io.StringIO()
-    learner = LearnerProcesses(
-        ranks, warm_start=WarmStartConfig(demonstrations="traces.parquet"), seed=0, restart_limit=restart_limit,
-        on_warm_start=lambda metrics: None,
-    )  # fmt: skip
+    learner = LearnerProcesses(ranks, restart_limit=restart_limit, first=ranks.first)
     started = started or asyncio.ensure_future(asyncio.sleep(0))
     with Tracker(tmp_path, start=start) as tracker:
         loop = LearnLoop(

@@ -22,12 +22,16 @@ from safetensors.torch import load_file
 
 from buffers.ledger.ledger import Ledger
 from buffers.records import TrainBatch
+from configs.schema import RolloutConfig, ServerConfig, SftConfig
 from learner.algorithms.overlong_penalty import with_overlong_penalty
+from learner.sft_loop import num_updates, read, rows_of_update
+from learner.training.trainer import Trainer
+from mocked_server.vllm.demonstrations import make_renderer
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.matrix.records import Ended, NoEffect
 from tests.matrix.scenarios.learner_runs import learner_section, without_refused
 from tests.support.learner_parts import make_trainer
 
-WARM_START_BATCH = 32
 Weights = dict[str, torch.Tensor]
 
 
@@ -87,11 +91,8 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
     passes: list[int] = []
     trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
-        if config["warm_start.demonstrations"]:
-            trainer.warm_start(
-                Path(config["warm_start.demonstrations"]), steps=config["warm_start.steps"], batch_size=WARM_START_BATCH,
-                lr=config["warm_start.lr"], seed=config["run.seed"],
-            )  # fmt: skip
+        if config["sft.demonstrations"]:
+            _teach(trainer, config, model=model)
             passes.clear()
         metrics = []
         for version, batch in enumerate(_batches(folder, own)):
@@ -104,6 +105,23 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
     finally:
         trainer.close()
     return Replayed(weights, passes=len(passes), metrics=metrics)
+
+
+def _teach(trainer: Trainer, config: Mapping[str, Any], *, model: Path) -> None:
+    """SFT as the run had it."""
+    sft = SftConfig(**{name.removeprefix("sft."): value for name, value in config.items() if name.startswith("sft.")})
+    settings = EngineSettings(
+        model_path=model, served_name="policy", dtype="float32", server=ServerConfig(),
+        rollout=RolloutConfig(max_tokens=config["rollout.max_tokens"], max_model_len=config["rollout.max_model_len"]),
+    )  # fmt: skip
+    renderer = make_renderer(make_vllm_config(make_args(settings)), strict=False, last_only=False)
+    data = read(sft, seed=config["run.seed"], render=renderer.rows, say=print)
+    trainer.begin_sft()
+    warm_up = config["learner.lr_warmup_steps"] + 1
+    for step in range(1, num_updates(sft, number=len(data.trained)) + 1):
+        rows = rows_of_update(data.trained, step=step, batch_size=sft.batch_size, seed=config["run.seed"])
+        trainer.sft_step(rows, lr=sft.lr * min(1.0, step / warm_up))
+    trainer.end_sft()
 
 
 def trained_weights(ended: Ended) -> Weights:

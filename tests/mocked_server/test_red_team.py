@@ -418,7 +418,7 @@ def test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps(tmp_
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
         "learner.advantage=grpo",
-        'warm_start.demonstrations=""',
+        'sft.demonstrations=""',
         "env.command=[]",
     )
     code, output = run.wait()

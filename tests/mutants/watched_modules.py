@@ -12,7 +12,7 @@ _STEPS = (
     f"{_TRAINING}/test_bad_batches.py",
     "tests/learner/checkpoints/test_training_state.py",
     "tests/learner/model/test_lora.py",
-    f"{_TRAINING}/test_warm_start.py",
+    f"{_TRAINING}/test_sft.py",
     f"{_TRAINING}/test_trainer.py",
     f"{_TRAINING}/test_tree_training.py",
 )

@@ -18,6 +18,7 @@ from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
 from learner.cli import COMMANDS
+from learner.pipeline import SFT_FIGURES
 from learner.reporting.run_metrics import History
 from mocked_server.fleet.engine_watch import EngineRates, metrics_of
 from scripts.made_pages import MADE, written
@@ -32,14 +33,12 @@ OTHER_DOTTED = {"data.log", "env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|reward|staleness|throughput|time|tracker|val|"
-    "warm_start"
+    "sft"
 )
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
 ]  # fmt: skip
-COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
-    f"pool/{reason}" for reason in ("scored", "failed", "closed")
-}
+COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {f"pool/{reason}" for reason in ("scored", "failed", "closed")}
 """Metrics whose names the code puts together from parts."""
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
 COMPOSED |= {f"ledger/{name}" for name in BOOKS}

@@ -17,7 +17,7 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+SMALL = ("sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
 STEPS = 20
 SLOW_MOVES = "env.command=['{python}', -m, env_adapters.walk.server, --latency-ms, '200']"
 """A step takes a second, so that all kills come before the last one."""
@@ -144,7 +144,7 @@ def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -
 
 
 def test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed(tmp_path: Path) -> None:
-    settings = ("server.processes=2", "warm_start.steps=2", "learner.critic=none", "learner.advantage=grpo")
+    settings = ("server.processes=2", "sft.steps=2", "learner.critic=none", "learner.advantage=grpo")
     sizes = ("agents.concurrency=8", "buffer.groups_per_step=2", "buffer.group_size=4", "run.seed=1", "run.steps=6")
     run = start(tmp_path, *settings, *sizes)
     run.wait_for_step(1)

@@ -18,7 +18,7 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+SMALL = ("sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
 CLOCKS = ("time/", "throughput/", "pool/", "ledger/", "generation/", "tracker/", "engine/", "publish/", "learner/mfu")
 
 

@@ -64,7 +64,7 @@ def assert_the_page_has_the_machine_and_a_trained_episode(run: Run) -> None:
 def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
     validation = (f"data.validation.tasks={tmp_path / 'val.parquet'}", "data.validation.every=3")
-    run = start(tmp_path, "run.steps=3", "warm_start.steps=40", "run.seed=1", *validation, imports=True)
+    run = start(tmp_path, "run.steps=3", "sft.steps=40", "run.seed=1", *validation, imports=True)
     code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
@@ -104,7 +104,7 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
     run = start(
         tmp_path,
         "run.steps=3",
-        "warm_start.steps=20",
+        "sft.steps=20",
         "buffer.max_policy_lag=0",
         "buffer.groups_per_step=4",
         "buffer.group_size=4",
@@ -126,7 +126,7 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
 @pytest.mark.slow
 @pytest.mark.engine
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
-    run = start(tmp_path, "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
+    run = start(tmp_path, "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run.wait_for_step(2)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
     code, output = run.wait()
@@ -162,9 +162,7 @@ def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    run = start(
-        tmp_path, "run.steps=3", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True
-    )
+    run = start(tmp_path, "run.steps=3", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True)
     run.wait_for_step(1)
     while run.process.poll() is None:  # two that come at once are one, for the kernel
         os.killpg(run.process.pid, number)
@@ -221,7 +219,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     run = start(
         tmp_path,
         "run.steps=3",
-        "warm_start.steps=5",
+        "sft.steps=5",
         f"agents.command=['{{python}}', '{tmp_path / 'agent.py'}']",
         "agents.processes=0",
         "agents.concurrency=4",
@@ -246,7 +244,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
 def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     run = start(
         tmp_path,
-        "warm_start.steps=5",
+        "sft.steps=5",
         # Those of every second group crash, the others end well and get no score.
         "agents.command=[bash, -c, 'exit $((3 * (${EPISODE_ID%%-*} % 2)))']",
         "data.scorer=tests.support.scoring.none",
@@ -305,7 +303,7 @@ def test_a_bad_configuration_is_one_line_with_key_rule_and_value(tmp_path, overr
 @pytest.mark.engine
 @pytest.mark.long
 def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
-    small = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
+    small = ("sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run = start(tmp_path, "run.steps=2", "agents.command=[]", *small)
     keys = run.folder / "agent.env"
     until = time.monotonic() + 300

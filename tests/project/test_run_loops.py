@@ -20,14 +20,14 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
     run = start(
         tmp_path,
         "run.steps=2",
-        "warm_start.steps=24",
+        "sft.steps=24",
         "buffer.groups_per_step=3",
         "buffer.group_size=4",
         f"data.tasks={tmp_path}/data/train.parquet",
         f"data.validation.tasks={tmp_path}/data/test.parquet",
         "data.validation.every=2",
         f'data.make=["{{python}}",-m,agents.make_gsm8k_data,--out,{tmp_path}/data]',
-        f"warm_start.demonstrations={tmp_path}/data/traces.parquet",
+        f"sft.demonstrations={tmp_path}/data/traces.parquet",
         config="configs/gsm8k_tool_cpu.yaml",
     )
     code, output = run.wait()
@@ -58,7 +58,7 @@ def test_the_cpu_configuration_differs_in_model_and_sizes_only():
     differ = {f"{section}.{key}" for section in gpu for key in gpu[section] if gpu[section][key] != cpu[section][key]}
     sizes = {"agents.concurrency", "rollout.max_tokens", "rollout.max_model_len", "buffer.groups_per_step"}
     sizes |= {"learner.lr", "learner.token_budget"}  # the rate goes with the width
-    files = {"data.tasks", "data.make", "data.validation", "warm_start.demonstrations", "warm_start.steps"}
+    files = {"data.tasks", "data.make", "data.validation", "sft.demonstrations", "sft.steps"}
     assert differ <= {"model.path", "model.dtype"} | sizes | files
 
 
@@ -93,7 +93,7 @@ def test_a_row_without_a_truth_to_compare_with_is_refused_with_its_scorer(tmp_pa
     rows = [{"prompt": "a", "data_source": "mine", "reward_model": cell} for cell in ('{"ground_truth": 4}', truth)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tasks.parquet")
     words = [f"data.tasks={tmp_path / 'tasks.parquet'}", "agents.command=[]", "env.command=[]", "data.make=[]"]
-    told = refusal(tmp_path, *words, "warm_start.demonstrations=", f"data.scorer={scorer}")
+    told = refusal(tmp_path, *words, "sft.demonstrations=", f"data.scorer={scorer}")
     name = "contains" if scorer == "contains" else "gsm8k_flexible"
     assert "row 1" in told and f"data.scorer={name} compares answers" in told, told
 

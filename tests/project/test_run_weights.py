@@ -19,7 +19,7 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
+SMALL = ("sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
 WEIGHTS_BYTES = 361_216 * 2
 """Of the demo's model in bfloat16."""
 
@@ -92,7 +92,7 @@ def relay_files(folder: Path) -> tuple[str, ...]:
     """The relay game's tasks and demonstrations, written into `folder`."""
     tasks, traces = folder / "tasks.parquet", folder / "traces.parquet"
     words = ["{python}", "-m", "env_adapters.relay.make_data", "--tasks", str(tasks), "--traces", str(traces)]
-    return f"data.tasks={tasks}", f"warm_start.demonstrations={traces}", f"data.make={json.dumps(words)}"
+    return f"data.tasks={tasks}", f"sft.demonstrations={traces}", f"data.make={json.dumps(words)}"
 
 
 @pytest.mark.long

@@ -167,7 +167,7 @@ async def test_settings_are_checked_when_the_class_is_set_up(tokenizer):
 @pytest.mark.engine
 @pytest.mark.long
 def test_the_demo_is_played_as_an_adapter(tmp_path):
-    small = ("warm_start.steps=10", "buffer.groups_per_step=4", "buffer.group_size=4")
+    small = ("sft.steps=10", "buffer.groups_per_step=4", "buffer.group_size=4")
     run = start(tmp_path, "run.steps=2", *small, config="configs/walk_env.yaml")
     code, output = run.wait()
     assert code == 0, output

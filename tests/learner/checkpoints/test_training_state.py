@@ -287,7 +287,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(run: Path, kind: str, *overrides: str, model: Path) -> Config:
     knobs = [f"learner.{name}={value}" for name, value in KINDS[kind].items()]
-    words = [f"run.dir={run}", f"run.name={kind}", f"model.path={model}", "warm_start.demonstrations=", *knobs]
+    words = [f"run.dir={run}", f"run.name={kind}", f"model.path={model}", "sft.demonstrations=", *knobs]
     return load_config(overrides=[*words, *overrides])
 
 

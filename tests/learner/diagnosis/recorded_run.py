@@ -49,7 +49,7 @@ class RecordedRun:
         one for all steps, or one for each; None: there is no such figure."""
         each = figures * number if len(figures) == 1 else figures
         with Tracker(self.folder, trackers=()) as tracker:
-            tracker.log(0, {"warm_start/last_loss": 0.1})
+            tracker.log(0, {"sft/last_loss": 0.1})
             for step in range(1, number + 1):
                 reward = 0.2 + 0.6 * (step - 1) / max(number - 1, 1) if rises else 0.4
                 own = {**HEALTHY, "reward/mean": reward, **(each[step - 1] if each else {})}

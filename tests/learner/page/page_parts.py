@@ -26,7 +26,7 @@ CONFIG = {
     "agents": {"api_key": "sk-abcdefghijklmnopqrstuvwxyz"},
 }
 STEPS: list[dict[str, Any]] = [
-    {"step": 0, "warm_start/last_loss": 0.5},
+    {"step": 0, "sft/last_loss": 0.5},
     {"step": 1, "reward/mean": 0.25, "time/step_s": 1.0},
     {"step": 2, "reward/mean": 0.75, "time/step_s": 2.0, "generation/aborted": 1.0},
 ]

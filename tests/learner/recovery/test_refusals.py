@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffers.errors import TaskError
-from configs.schema import LearnerConfig, WarmStartConfig
+from configs.schema import LearnerConfig
 from learner.recovery import restarts
 from learner.recovery.restarts import RestartLimit
 from learner.training.ranks import LearnerProcesses, LearnerRanks, RankDied, RankFailed
@@ -38,9 +38,7 @@ def ranks_of(model_path: str, *, number: int = 1) -> LearnerRanks:
 
 
 def processes(ranks: LearnerRanks, limit: RestartLimit) -> LearnerProcesses:
-    return LearnerProcesses(
-        ranks, warm_start=WarmStartConfig(), seed=0, restart_limit=limit, on_warm_start=lambda _: None
-    )
+    return LearnerProcesses(ranks, restart_limit=limit)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def a_run(folder, *, lr, rewards, summary=True, more=None):
     (folder / "config.yaml").write_text(
         yaml.safe_dump({"run": {"name": folder.name, "seed": 0}, "learner": {"lr": lr, **(more or {})}})
     )
-    lines = [{"step": 0, "warm_start/seconds": 1.0}]
+    lines = [{"step": 0, "sft/seconds": 1.0}]
     lines += [{"step": step, "reward/mean": reward, "time/step_s": 2.0} for step, reward in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if summary:

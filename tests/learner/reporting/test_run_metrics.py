@@ -28,7 +28,7 @@ def test_a_run_that_goes_on_counts_its_earlier_steps() -> None:
     for _ in range(3):
         figures = first.add(walks(), {"time/step_s": 1.0, "time/wait_s": 0.5}, version=0, stats=GenerationStats())
     assert first.recent_reward() == 0.5
-    earlier = [{"step": 0, "warm_start/seconds": 1.0}, {"step": 1, **figures}, {"step": 1, "val/mean": 1.0}]
+    earlier = [{"step": 0, "sft/seconds": 1.0}, {"step": 1, **figures}, {"step": 1, "val/mean": 1.0}]
     second = History(load_config(), earlier=earlier)
     assert second.rewards == [0.5] and second.summary()["steps"] == 1
     assert second.summary()["episodes"] == 8

@@ -68,7 +68,7 @@ def test_a_configuration_whose_files_are_there_passes(here: Path) -> None:
         ("data.tasks=empty.parquet", ["/empty.parquet", "must be a parquet file"]),
         ("data.tasks=table.csv", ["/table.csv", "must be a parquet file"]),
         ("data.validation.tasks=val.parquet", ["data.validation.tasks=val.parquet", "/val.parquet"]),
-        ("warm_start.demonstrations=good.parquet", ["warm_start.demonstrations=", "a column 'messages'"]),
+        ("sft.demonstrations=good.parquet", ["sft.demonstrations=", "a column 'messages'"]),
         ("model.path=nowhere", ["model.path", "/nowhere is not a folder", "Hugging Face hub (OWNER/NAME)"]),
         ("model.path=folder", ["model.path", "/folder has no config.json"]),
         ("model.path=half", ["model.path", "/half has no weights"]),

@@ -44,11 +44,16 @@ async def test_a_run_that_answers_its_tasks_itself_says_so_at_the_start(
         for number, name in enumerate(names)
     ]
     write_tasks(tmp_path / "tasks.parquet", tasks)
-    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "warm_start.demonstrations=", "data.scorer="]
+    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "sft.demonstrations=", "data.scorer="]
     config = load_config(overrides=[f"data.tasks={tmp_path / 'tasks.parquet'}", *bare, *overrides])
     lines: list[str] = []
     await prepare_files(
-        config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+        config,
+        folder=tmp_path,
+        make=_makes_nothing,
+        players=make_players(config),
+        begins_with_sft=False,
+        warn=lines.append,
     )
     assert [ANSWERS_ITSELF in line and "leave data.scorer out" in line for line in lines] == [True] * is_told
 
@@ -95,9 +100,14 @@ async def test_a_file_that_holds_no_weights_is_named_before_anything_starts(
 async def prepared(folder: Path, columns: dict, *overrides: str) -> list[str]:
     path = folder / "tasks.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "2 + 2?", **columns}]), path)
-    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "warm_start.demonstrations=", "data.scorer="]
+    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "sft.demonstrations=", "data.scorer="]
     config, lines = load_config(overrides=[f"data.tasks={path}", *bare, *overrides]), list[str]()
     await prepare_files(
-        config, folder=folder, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+        config,
+        folder=folder,
+        make=_makes_nothing,
+        players=make_players(config),
+        begins_with_sft=False,
+        warn=lines.append,
     )
     return lines

@@ -122,7 +122,7 @@ def test_engines_compute_with_as_many_threads_as_the_run_says(monkeypatch: pytes
         {"rollout": {"engine": "sglang"}},
         {"learner": {"recipe": "ppo"}, "buffer": {"max_policy_lag": 0}},
         {"learner": {"recipe": "dapo", "lora": {"rank": 4}}, "buffer": {"max_policy_lag": 0}},
-        {"learner": {"advantage": "gae", "critic": "separate"}, "warm_start": {"demonstrations": "traces.parquet"}},
+        {"learner": {"advantage": "gae", "critic": "separate"}, "sft": {"demonstrations": "traces.parquet"}},
         {"rollout": {"sleep": True}, "buffer": {"max_policy_lag": 0}},
     ],
     ids=str,

@@ -89,7 +89,12 @@ async def test_a_model_without_a_chat_template_is_told_of_at_the_start(tiny_mode
     config = load_config(overrides=[f"model.path={tmp_path / 'source'}", "data.tasks=", "data.make=[]"])
     lines: list[str] = []
     model = await prepare_files(
-        config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+        config,
+        folder=tmp_path,
+        make=_makes_nothing,
+        players=make_players(config),
+        begins_with_sft=False,
+        warn=lines.append,
     )
     assert model == tmp_path / "source"
     (line,) = lines

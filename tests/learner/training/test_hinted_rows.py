@@ -1,4 +1,4 @@
-"""Rules of learner/training/warm_start.py, with the tiny model's own tokenizer."""
+"""Rules of learner/training/sft.py, with the tiny model's own tokenizer."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from learner.training.hinted_rows import hinted_sequences
 from learner.training.packing import Sequences
-from learner.training.warm_start import hinted_sequences
 from tests.support.learner_parts import make_model
 
 

@@ -14,6 +14,7 @@ from tests.matrix.scenarios.learner_runs import learner_name
 GAE, GRPO, OLD = learner_name("gae"), learner_name("grpo"), learner_name("rloo")
 
 SERVER_KILLED = "tests/project/test_recovery.py::test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed"
+SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
 """No figure of a run that works is not finite."""
 
@@ -26,6 +27,10 @@ def rows() -> list[Row]:
         *shown,
         Row("metric tracker/refused", "", NOT_FINITE),
         Row("metric restarts/server_process", "", SERVER_KILLED),
+        *[
+            Row(f"metric sft/{name}", "", SFT_ALONE)
+            for name in ("loss", "val_loss", "epoch", "val_loss_last", "refused")
+        ],
         Row("metric policy/router_agreement", "", REPLAYED),
         Row("metric policy/router_aux_loss", "", REPLAYED),
     ]
@@ -121,9 +126,9 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "learner/tokens": (GRPO, _equals("learner/tokens", "batch/tokens")),
         "learner/raw_over_unique": ("rounds", metric("learner/raw_over_unique", lambda values: 1.1 < max(values) < 8)),
         "learner/trained_tokens": (GRPO, _equals("learner/trained_tokens", "batch/trained_tokens")),
-        "warm_start/first_loss": ("mix", positive("warm_start/first_loss")),
-        "warm_start/last_loss": ("mix", _less("warm_start/last_loss", "warm_start/first_loss")),
-        "warm_start/seconds": ("mix", positive("warm_start/seconds")),
+        "sft/loss_first": ("mix", positive("sft/loss_first")),
+        "sft/loss_last": ("mix", _less("sft/loss_last", "sft/loss_first")),
+        "sft/seconds": ("mix", positive("sft/seconds")),
     }  # fmt: skip
 
 

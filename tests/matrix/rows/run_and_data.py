@@ -1,4 +1,4 @@
-"""Rows of `run.*`, `model.*`, `data.*` and `warm_start.*`."""
+"""Rows of `run.*`, `model.*`, `data.*` and `sft.*`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.matrix.scenarios.learner_runs import learner_name
 from tests.matrix.scenarios.refusals import REFUSALS
 
 FOLDERS = "tests/project/test_run_folders.py"
+SFT = "tests/learner/test_sft_loop.py"
+SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
 
 
@@ -39,9 +41,20 @@ def _run_rows() -> list[Row]:
         Row("model.dtype", "bfloat16", learner_name("opo"), _written_in("BF16")),
         Row("model.trust_remote_code", True, f"{FOLDERS}::test_a_folder_of_the_hub_learns"),
         Row("model.trust_remote_code", False, f"{CHECKS}::test_a_model_that_cannot_be_used_is_refused_with_a_remedy"),
-        Row("warm_start.demonstrations", "", "mix", all_of(_warmed, trains("warm_start.demonstrations", ""))),
-        Row("warm_start.steps", "", "mix", trains("warm_start.steps", 2)),
-        Row("warm_start.lr", "", "mix", trains("warm_start.lr", 1e-4)),
+        Row("sft.demonstrations", "", "mix", all_of(_warmed, trains("sft.demonstrations", ""))),
+        Row("sft.steps", "set", "mix", trains("sft.steps", 2)),
+        Row("sft.lr", "", "mix", trains("sft.lr", 1e-4)),
+        Row("sft.batch_size", "", "mix", trains("sft.batch_size", 8)),
+        Row("sft.steps", "null", f"{SFT}::test_each_pass_goes_through_all_conversations_in_an_order_of_its_own"),
+        Row("sft.epochs", "", f"{SFT}::test_each_pass_goes_through_all_conversations_in_an_order_of_its_own"),
+        *[Row("sft.validation", kind, f"{SFT}::test_what_is_held_out_is_never_trained") for kind in ("text", "number")],
+        Row("sft.min_score", "null", f"{SFT}::test_what_is_refused_is_counted_and_named_and_low_scores_are_left_out"),
+        Row("sft.min_score", "set", f"{SFT}::test_what_is_refused_is_counted_and_named_and_low_scores_are_left_out"),
+        Row("sft.patience", "null", f"{SFT}::test_a_resumed_stage_makes_the_updates_that_were_left"),
+        Row("sft.patience", "set", f"{SFT}::test_it_ends_early_with_the_weights_of_the_lowest_loss"),
+        *[Row("sft.train_on", value, f"{SHOWN}::test_weights_choose_the_answers_that_are_trained") for value in ("all", "last")],
+        Row("learner.stage", "sft", "tests/project/test_sft.py::test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been"),
+        Row("learner.stage", "rl", "prompts", lambda ended: expect(_steps(ended) != [], f"steps {_steps(ended)}")),
     ]  # fmt: skip
 
 
@@ -144,7 +157,7 @@ def _written_in(dtype: str) -> Effect:
     return effect
 
 
-_warmed = metric("warm_start/last_loss", lambda losses: len(losses) == 1 and losses[0] > 0)
+_warmed = metric("sft/loss_last", lambda losses: len(losses) == 1 and losses[0] > 0)
 
 
 def _three_of_one_for_each_of_the_other(ended: Ended) -> str:

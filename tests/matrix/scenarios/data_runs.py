@@ -40,9 +40,9 @@ MIX: dict[str, Any] = {
     "data.validation.tasks": "{files}/validation.parquet",
     "data.validation.every": 2,
     "data.validation.samples": 3,
-    "warm_start.demonstrations": "{files}/demonstrations.parquet",
-    "warm_start.steps": 5,
-    "warm_start.lr": 3e-3,
+    "sft.demonstrations": "{files}/demonstrations.parquet",
+    "sft.steps": 5,
+    "sft.lr": 3e-3,
 }
 
 
@@ -55,7 +55,7 @@ def data_runs() -> list[Run]:
             settings={
                 **PROMPTS, "run.steps": 1, "data.tasks": "{files}/tasks.parquet",
                 "data.make": ["{python}", "{files}/make.py", "{files}"],
-                "warm_start.demonstrations": "{files}/demonstrations.parquet", "warm_start.steps": 2,
+                "sft.demonstrations": "{files}/demonstrations.parquet", "sft.steps": 2,
             },
             files=_tasks_and_make,
         ),

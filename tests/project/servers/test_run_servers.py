@@ -18,7 +18,7 @@ from tests.support.served_models import Served, start_vllm, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 
-SMALL = ("warm_start.steps=20", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
+SMALL = ("sft.steps=20", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
 
 
 def metrics(run: Run, name: str) -> list[float]:

@@ -15,7 +15,7 @@ from tests.support.run_parts import Run, start
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SMALL = (
-    "run.steps=1000", "warm_start.steps=20", "buffer.groups_per_step=2", "buffer.group_size=2", "run.checkpoints.every=0",
+    "run.steps=1000", "sft.steps=20", "buffer.groups_per_step=2", "buffer.group_size=2", "run.checkpoints.every=0",
 )  # fmt: skip
 
 
