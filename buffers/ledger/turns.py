@@ -139,15 +139,20 @@ def turns_of(branch: Branch, *, decoder: TokenDecoder) -> list[Turn]:
 
 def with_text(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> Turn:
     """The turn with what its tokens say. `ids`: those of the turn."""
+    text = words_of(turn, ids, decoder=decoder)
+    return replace(
+        turn, cut=max(0, len(text) - MOST_TURN_CHARS), parts=list(_parts(text[:MOST_TURN_CHARS], role=turn.role))
+    )
+
+
+def words_of(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> str:
+    """What its tokens say, without the marks that open and close it."""
     text = decoder.decode(ids)
     if not turn.sampled:
         opening = _OPENINGS.search(text)
         if opening is not None and not text[: opening.start()].strip():
             text = text[opening.end() :]
-    text = _CLOSINGS.sub("", text)
-    return replace(
-        turn, cut=max(0, len(text) - MOST_TURN_CHARS), parts=list(_parts(text[:MOST_TURN_CHARS], role=turn.role))
-    )
+    return _CLOSINGS.sub("", text)
 
 
 def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: TokenDecoder) -> Iterator[Turn]:

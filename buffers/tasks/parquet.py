@@ -15,13 +15,12 @@ long text in every row.
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from buffers.disk import replacing
 from buffers.errors import TaskError
 from buffers.records import Task
 
@@ -44,7 +44,6 @@ SMALL_BYTES = 1 << 28
 """Bytes that the rows of any file may have, however small it is."""
 SLICE = 16
 """Rows in memory at once, of which each may be as long as a cell may be."""
-_ROW_GROUP = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -58,7 +57,39 @@ TASK_SCHEMA = pa.schema(
         ("agent_name", pa.string()),
     ]
 )
-_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES), ("tools", pa.string())])
+_CALL = pa.struct(
+    [
+        ("id", pa.string()),
+        ("type", pa.string()),
+        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+    ]
+)
+TRACE_SCHEMA = pa.schema(
+    [
+        (
+            "messages",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("role", pa.string()),
+                        ("content", pa.string()),
+                        ("reasoning_content", pa.string()),
+                        ("tool_calls", pa.list_(_CALL)),
+                        ("tool_call_id", pa.string()),
+                        ("name", pa.string()),
+                        ("weight", pa.int8()),
+                    ]
+                )
+            ),
+        ),
+        ("tools", pa.string()),
+        ("score", pa.float64()),
+        ("source", pa.string()),
+        ("model", pa.string()),
+    ]
+)
+MOST_ROWS, MOST_BYTES = 1024, 1 << 26
+"""The largest row group."""
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -253,19 +284,51 @@ def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> 
                 "agent_name": task.agent_name,
             }
         )
-    _write(path, rows=rows, schema=None if structs else TASK_SCHEMA)
+    write_rows(path, rows=rows, schema=pa.Table.from_pylist(rows).schema if structs else TASK_SCHEMA)
 
 
 def write_traces(
     path: Path, traces: Iterable[list[Message]], *, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> None:
     """Write a file of conversations, which all offer the same tools."""
-    offered = _json(list(tools), name="tools") if tools else None
-    rows = [
-        {"messages": _plain(messages, name=f"trace {number}"), "tools": offered}
-        for number, messages in enumerate(traces)
-    ]
-    _write(path, rows=rows, schema=_TRACE_SCHEMA)
+    offered = list(tools) if tools else None
+    rows = (trace_row(_plain(each, name=f"trace {n}"), tools=offered) for n, each in enumerate(traces))
+    write_rows(path, rows=rows, schema=TRACE_SCHEMA)
+
+
+def trace_row(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    score: float | None = None,
+    source: str = "",
+    model: str = "",
+) -> dict[str, Any]:
+    """A row of a file of conversations, in OpenAI's form, arguments of calls as JSON text. `source`, `model`: which session it is,
+    and who answered, for people. Raises BadCell for what a reader would refuse."""
+    _json_cell(messages, column="messages")
+    _json_cell(tools, column="tools")
+    offered = _as_json(tools) if tools else None
+    return {"messages": messages, "tools": offered, "score": score, "source": source or None, "model": model or None}
+
+
+def write_rows(path: Path, *, rows: Iterable[dict[str, Any]], schema: Any) -> int:
+    """Write rows as they come, one row group in memory at a time; how many. The file appears whole or not at all. Raises TaskError
+    where there is no row, and OSError."""
+    number, group, rest = 0, schema.empty_table(), iter(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+        while some := list(islice(rest, SLICE)):
+            group = pa.concat_tables([group, pa.Table.from_pylist(some, schema=schema)])
+            number += len(some)
+            if group.num_rows >= MOST_ROWS or group.nbytes >= MOST_BYTES:
+                writer.write_table(group)
+                group = schema.empty_table()
+        if not number:
+            raise TaskError(f"{path} must get at least one row, got none")
+        if group.num_rows:
+            writer.write_table(group)
+    return number
 
 
 class BadCell(Exception):
@@ -455,13 +518,3 @@ def _json(value: object, *, name: str) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskError(f"{name} must be JSON (finite numbers, text, lists, objects): {error}") from error
-
-
-def _write(path: Path, *, rows: list[dict[str, Any]], schema: Any) -> None:
-    if not rows:
-        raise TaskError(f"{path} must get at least one row, got none")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    table = pa.Table.from_pylist(rows, schema=schema)
-    pq.write_table(table, unfinished, row_group_size=_ROW_GROUP)
-    os.replace(unfinished, path)

@@ -1,0 +1,1 @@
+"""Sessions that other programs have logged: their forms, and the files that they lie in."""
