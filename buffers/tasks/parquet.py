@@ -46,6 +46,10 @@ SLICE = 16
 """Rows in memory at once, of which each may be as long as a cell may be."""
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
+_NO_TASKS = (
+    "demonstrations are answers of another model, without log-probabilities of the policy, and never enter a policy gradient: learn "
+    "them by SFT, or make tasks of them with `understudy import --as tasks`"
+)
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 TASK_SCHEMA = pa.schema(
     [
@@ -374,7 +378,8 @@ def _open(path: Path, *, required: str, by_value: bool = False) -> Any:
             f"{path} must have columns of different names, got {twice!s:.500} more than once; rename one of them"
         )
     if required not in names:
-        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)!s:.500}; rename or add it")
+        remedy = _NO_TASKS if required == "prompt" and "messages" in names else "rename or add it"
+        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)!s:.500}; {remedy}")
     if file.metadata.num_rows == 0:
         raise TaskError(f"{path} must hold at least one row, got none; write it again")
     if not by_value:
