@@ -1,7 +1,7 @@
 """`understudy import`: sessions that other programs have logged -> demonstrations, or tasks, with a report of what was found.
 
-Called by `learner.cli`. Invariants: the file appears whole or not at all; one session is in memory at a time. It trains nothing, and
-writes to no ledger: answers of another model have no log-probabilities of the policy, so no policy gradient may have them.
+Called by `learner.cli`. Invariants: the file appears whole or not at all; one session is in memory at a time. It trains nothing,
+and writes to no ledger: answers of another model have no log-probabilities of the policy, so no policy gradient may have them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from buffers.errors import UnderstudyError
 
 DEMONSTRATIONS, TASKS = "demonstrations", "tasks"
 NOT_TRAINED = (
-    "answers of another model have no log-probabilities of the policy, so they are demonstrations for SFT, or make tasks, and never "
+    "answers of another model have no log-probabilities of the policy, so they become demonstrations for SFT, or tasks, and never "
     "enter a policy gradient"
 )
 STRIPS, REWRITES = "template_strips_thinking", "template_rewrites_history"
@@ -30,21 +30,18 @@ def main(words: Sequence[str], *, remedies: Mapping[str, str]) -> int:
     """Exit codes: 0 something was written, 2 nothing could be. `remedies`: cause of a branch -> what helps, in words."""
     parser = argparse.ArgumentParser(
         prog="understudy import",
-        description="Read sessions of Claude Code, Codex and other agents, ATIF, chat JSONL, ShareGPT, OpenTelemetry spans, data sets of "
-        "these, and ledgers; write demonstrations, or tasks.",
-        epilog=f"{NOT_TRAINED}. Claude Code, Codex, Copilot, HAR and Inspect are read by the program atif-make (pipx install atif-make).",
+        description="Read sessions of Claude Code, Codex and other agents, ATIF, chat JSONL, ShareGPT, OpenTelemetry spans, data "
+        "sets of these, and ledgers; write demonstrations, or tasks.",
+        epilog=f"{NOT_TRAINED}. Claude Code, Codex, Copilot, HAR and Inspect are read by the program atif-make.",
     )
     parser.add_argument(
-        "source", nargs="+", type=Path, metavar="SOURCE", help="files, folders, runs; what they are is found out"
+        "source", nargs="+", type=Path, metavar="SOURCE", help="files, folders, runs: what they are is found out"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="what is written")
     parser.add_argument(
-        "--as",
-        dest="form",
-        default=DEMONSTRATIONS,
-        metavar="FORM",
-        help="demonstrations (default), or tasks: what comes before the first answer",
-    )
+        "--as", dest="form", default=DEMONSTRATIONS, metavar="FORM",
+        help="demonstrations (default), or tasks: what comes before the first answer, and the tools",
+    )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER", help="say what can be learned by this model's chat template"
     )
@@ -70,7 +67,7 @@ def _import(given: argparse.Namespace, *, remedies: Mapping[str, str]) -> int:
     fit = TemplateFit(given.model) if given.model else None
     found = Findings()
     reader = LogReader(found=found, of_ledger=_of_ledger, redact=given.redact)
-    sessions = (session for source in given.source for session in reader.read(source))
+    sessions: Iterator[Any] = (session for source in given.source for session in reader.read(source))
     if fit is not None:
         sessions = fit.seen(sessions)
     try:

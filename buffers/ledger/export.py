@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class RecordedSession:
 
 
 def recorded_sessions(
-    db: sqlite3.Connection, *, decoder: TokenDecoder, episodes: Sequence[str] | None = None
+    db: sqlite3.Connection, *, decoder: TokenDecoder, episodes: Collection[str] | None = None
 ) -> Iterator[RecordedSession]:
     """Those of all scored episodes, or of these; each branch that trains something is one. The ledger keeps ids: roles, calls and
     thoughts are read off the template's marks."""

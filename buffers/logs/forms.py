@@ -173,11 +173,9 @@ def spans_of(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
         for scope in _dicts(resource.get("scopeSpans"))
         for span in _dicts(scope.get("spans"))
     ]
-    for span in found or [record]:
+    for span in found or [dict(record)]:
         told = span.get("attributes")
-        attributes = (
-            dict(told) if isinstance(told, Mapping) else {each["key"]: _any(each["value"]) for each in _dicts(told)}
-        )
+        attributes = dict(told) if isinstance(told, Mapping) else _attributes(told)
         place = {**span, **_object(span.get("context"))}
         yield str(place.get("traceId") or place.get("trace_id")), attributes
 
@@ -237,14 +235,17 @@ def _said(message: Message) -> Iterator[str]:
         yield f" {call['function']['name']} {json.dumps(_json(call['function']['arguments']), sort_keys=True)}"
 
 
+def _attributes(told: Any) -> dict[str, Any]:
+    """OTLP's list of keys and values."""
+    return {str(each.get("key")): _any(_object(each.get("value"))) for each in _dicts(told)}
+
+
 def _any(value: Record) -> Any:
     """A value of OTLP's JSON."""
     kind, inner = next(iter(value.items()), ("", None))
     if kind == "arrayValue":
-        return [_any(each) for each in _dicts(inner.get("values"))]
-    if kind == "kvlistValue":
-        return {each["key"]: _any(each["value"]) for each in _dicts(inner.get("values"))}
-    return inner
+        return [_any(each) for each in _dicts(_object(inner).get("values"))]
+    return _attributes(_object(inner).get("values")) if kind == "kvlistValue" else inner
 
 
 # What all forms share: one spelling of messages, and the rules that end a conversation.
@@ -311,9 +312,8 @@ def _plain(message: Message, *, causes: Counter[str], number: int) -> Message:
 
 
 def _call(call: Record, *, default: str) -> Message:
-    function = call.get("function") if isinstance(call.get("function"), Mapping) else call
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    function = _object(call.get("function", call))
+    arguments, name = function.get("arguments"), function.get("name")
     if not isinstance(name, str):
         raise BadRecord("call without a name")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
@@ -335,9 +335,8 @@ def _text(content: Any) -> str:
 
 def to_messages(session: Session) -> dict[str, Any]:
     """The conversation as a line of chat messages."""
-    record = {"messages": session.messages, "tools": session.tools, "score": session.score}
-    record |= {"source": session.source or None, "model": session.model or None}
-    return {name: value for name, value in record.items() if value is not None}
+    record = {name: getattr(session, name) for name in ("messages", "tools", "score", "source", "model")}
+    return {name: value for name, value in record.items() if value not in (None, "")}
 
 
 def to_atif(
@@ -363,16 +362,16 @@ def to_atif(
             if figures:
                 step["metrics"] = figures
         steps.append(step)
-    agent = {
-        "name": "understudy",
-        "version": "0.1.0",
-        "model_name": session.model or None,
-        "tool_definitions": session.tools,
-    }
-    document = {"schema_version": ATIF_VERSION, "trajectory_id": session.source or None}
-    document |= {"agent": {name: value for name, value in agent.items() if value is not None}, "steps": steps}
+    agent = {"name": "understudy", "version": "0.1.0", "model_name": session.model, "tool_definitions": session.tools}
     more = {**(extra or {}), **({} if session.score is None else {"score": session.score})}
-    return {name: value for name, value in {**document, "extra": more or None}.items() if value is not None}
+    document = {
+        "schema_version": ATIF_VERSION,
+        "trajectory_id": session.source,
+        "agent": {name: value for name, value in agent.items() if value},
+        "steps": steps,
+        "extra": more,
+    }
+    return {name: value for name, value in document.items() if value}
 
 
 def _atif_call(call: Message) -> dict[str, Any]:

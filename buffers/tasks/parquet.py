@@ -47,7 +47,7 @@ SLICE = 16
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
 _NO_TASKS = (
-    "demonstrations are answers of another model, without log-probabilities of the policy, and never enter a policy gradient: learn "
+    "demonstrations are another model's answers, without log-probabilities of the policy, and never enter a policy gradient: learn "
     "them by SFT, or make tasks of them with `understudy import --as tasks`"
 )
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -80,7 +80,6 @@ TRACE_SCHEMA = pa.schema(
                         ("reasoning_content", pa.string()),
                         ("tool_calls", pa.list_(_CALL)),
                         ("tool_call_id", pa.string()),
-                        ("name", pa.string()),
                         ("weight", pa.int8()),
                     ]
                 )
