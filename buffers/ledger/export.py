@@ -149,7 +149,7 @@ def _spoken(branch: Branch, *, decoder: TokenDecoder) -> tuple[list[Message], li
             following = words[number + 1] if number + 1 < len(words) else None
             messages.append(_answer(text, following=following, number=len(messages)))
             round_ = rounds[turn.round]
-            if not (turn.sampled and turn.trained) or round_.finish_reason == CUT:
+            if not (turn.sampled and turn.trained and text) or round_.finish_reason == CUT:
                 messages[-1]["weight"] = 0
             metrics.append(_metrics(round_, prompt=ids[: turn.token_start]) if turn.sampled else {})
         else:

@@ -203,22 +203,17 @@ def conversation_of_span(attributes: Record, *, trace_id: str) -> Session | None
 
 def _of_parts(message: Record) -> Iterator[Message]:
     parts = _dicts(message.get("parts"))
-    kinds = {
-        kind: [part for part in parts if part.get("type") == kind]
-        for kind in ("reasoning", "tool_call", "tool_call_response")
-    }
-    for part in kinds["tool_call_response"]:
+    said: dict[str, list[Any]] = {"reasoning": [], "tool_call": [], "tool_call_response": [], "content": []}
+    for part in parts:
+        kind = {"thinking": "reasoning"}.get(str(part.get("type")), str(part.get("type")))
+        said[kind if kind in said else "content"].append(part)
+    for part in said["tool_call_response"]:
         content = part.get("response", part.get("result"))
         yield _result(part.get("id"), content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
-    rest = [part for part in parts if part.get("type") not in kinds]
-    if rest or not kinds["tool_call_response"]:
-        thought = "\n".join(str(part.get("content")) for part in kinds["reasoning"])
-        yield {
-            "role": message.get("role"),
-            "content": rest,
-            "reasoning_content": thought,
-            "tool_calls": kinds["tool_call"],
-        }
+    if said["content"] or not said["tool_call_response"]:
+        thought = "\n".join(str(part.get("content")) for part in said["reasoning"])
+        message = {"role": message.get("role"), "content": said["content"], "reasoning_content": thought}
+        yield {**message, "tool_calls": said["tool_call"]}
 
 
 def grown(before: Session, now: Session) -> Session | None:

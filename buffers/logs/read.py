@@ -37,7 +37,7 @@ from buffers.logs.forms import (
     grown,
     spans_of,
 )
-from buffers.tasks.datasets import STATE, dataset_rows, saved_files
+from buffers.tasks.datasets import SPLITS, STATE, dataset_rows, saved_files
 from buffers.tasks.parquet import BadCell
 
 MAX_LINE_BYTES = 1 << 26
@@ -142,6 +142,9 @@ class LogReader:
         with _text(file) as source:
             head = [_parsed(line) for line in islice(filter(None, _lines(source)), HEAD_LINES)]
         is_lines = any(isinstance(each, dict) for each in head)
+        if not head:
+            self.found.cause("empty file", place=str(file))
+            return
         if is_lines and not any(isinstance(each, dict) and _has_form(each) for each in head):
             yield from self._of_others(file)
         elif is_lines:
@@ -184,21 +187,21 @@ class LogReader:
                 return
             for trace_id, attributes in spans_of(record):
                 if (session := conversation_of_span(attributes, trace_id=trace_id)) is not None:
-                    yield from self._grow(session, trace_id=trace_id, place=place)
+                    yield from self._grow(session, place=place)
         except BadRecord as error:
             self.found.cause(str(error), place=place)
 
-    def _grow(self, session: Session, *, trace_id: str, place: str) -> Iterator[Session]:
+    def _grow(self, session: Session, *, place: str) -> Iterator[Session]:
         """Spans repeat the conversation before them: each is joined to the one that it continues."""
         for fresh in self._spelled(iter([session]), place=place):
-            known = self._spans.setdefault(trace_id, [])
+            known = self._spans.setdefault(session.source, [])
             for number, before in enumerate(known):
                 if (longer := grown(before, fresh)) is not None:
                     known[number] = longer
                     break
             else:
                 known.append(fresh)
-            self._spans.move_to_end(trace_id)
+            self._spans.move_to_end(session.source)
         if len(self._spans) > MAX_OPEN:
             yield from self._given(self._spans.popitem(last=False)[1], place=place)
 
@@ -258,7 +261,7 @@ class LogReader:
                     "session of more than 16 MiB, nested too deep, or with text that is no Unicode", place=place
                 )
                 continue
-            digest = hashlib.blake2b(json.dumps(row["messages"]).encode(), digest_size=16).digest()
+            digest = hashlib.blake2b(json.dumps([row["source"], row["messages"]]).encode(), digest_size=16).digest()
             if digest in self._known:
                 self.found.cause("session that was there before", place=place)
                 continue
@@ -301,7 +304,7 @@ def _files(source: Path) -> Iterator[Path]:
             names = []
         if place.name == "subagents" and place.parent.with_suffix(".jsonl").is_file():
             names = []
-        yield from (path for name in sorted(names) if (path := place / name).is_file())
+        yield from (path for name in sorted({*names} - {SPLITS}) if (path := place / name).is_file())
 
 
 def _kind_of(file: Path) -> str:

@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 from buffers.errors import TaskError
 from buffers.tasks.parquet import SLICE, TASK_SCHEMA, BadCell, slices, task_row, write_rows
 
-STATE = "state.json"
-"""What `save_to_disk` writes beside the files of a split; it lists them."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` writes beside the files of a split, which it lists, and above several splits."""
 OURS = ("task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info")
 
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `datasets` has written it, as one split or as several."""
-    return (folder / STATE).is_file() or (folder / "dataset_dict.json").is_file()
+    return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
 
 def saved_files(folder: Path) -> list[Path]:
