@@ -67,7 +67,7 @@ NEEDS_ATIF_MAKE = (
 SECRETS = {
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
     "Anthropic key": r"\bsk-ant-[\w-]{20,}",
-    "OpenAI key": r"\bsk-(?!ant-)(?:proj-|svcacct-)?[\w-]{20,}",
+    "OpenAI key": r"\bsk-(?!ant-)(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",
     "GitHub token": r"\b(?:gh[pousr]_\w{36,}|github_pat_\w{22,})",
     "AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "Google key": r"\bAIza[\w-]{35}",
@@ -76,6 +76,24 @@ SECRETS = {
     "JSON web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
     "password in a URL": r"(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)",
 }
+_HINTS = (
+    "sk-",
+    "ghp_",
+    "gho_",
+    "ghu_",
+    "ghs_",
+    "ghr_",
+    "github_pat_",
+    "AKIA",
+    "ASIA",
+    "AIza",
+    "xox",
+    "hf_",
+    "eyJ",
+    "PRIVATE KEY",
+    "://",
+)
+"""Each secret has one of them; looking for them is a hundred times as fast."""
 _SECRET = re.compile("|".join(f"(?P<s{n}>{pattern})" for n, pattern in enumerate(SECRETS.values())), re.DOTALL)
 
 
@@ -277,7 +295,7 @@ class LogReader:
 
     def _without_secrets(self, value: Any) -> Any:
         if isinstance(value, str):
-            return _SECRET.sub(self._secret, value)
+            return _SECRET.sub(self._secret, value) if any(hint in value for hint in _HINTS) else value
         if isinstance(value, list):
             return [self._without_secrets(each) for each in value]
         return {key: self._without_secrets(each) for key, each in value.items()} if isinstance(value, dict) else value
