@@ -357,7 +357,7 @@ def to_atif(
             if figures:
                 step["metrics"] = figures
         steps.append(step)
-    agent = {"name": "understudy", "version": "0.1.0", "model_name": session.model, "tool_definitions": session.tools}
+    agent = {"name": "understudy", "version": "unknown", "model_name": session.model, "tool_definitions": session.tools}
     more = {**(extra or {}), **({} if session.score is None else {"score": session.score})}
     document = {
         "schema_version": ATIF_VERSION,
