@@ -232,7 +232,7 @@ def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
 
 
 def export_best(folder: Path, *, to: Path) -> int:
-    """Writes the conversations of each task's best episode as demonstrations; how many. Raises TaskError where none scored above 0."""
+    """Writes each task's best episode as demonstrations; how many conversations. Raises TaskError where none scored above 0."""
     from buffers.ledger.answers import best_episodes
     from buffers.ledger.cli import ledger_path, tokenizer_of
     from buffers.ledger.export import recorded_sessions

@@ -179,7 +179,7 @@ class TemplateFit:
             self._answers += 1
             if answer and all(part in answer for part in (message["content"].strip(), thought, *names)):
                 self._shown += 1
-                self._num_tokens += len(self._tokens(answer)["input_ids"])
+                self._num_tokens += len(self._tokens(answer.rstrip())["input_ids"])
             else:
                 self._causes["the chat template does not show all of the answer behind its own prompt"] += 1
 

@@ -45,6 +45,7 @@ MAX_LINE_BYTES = 1 << 26
 MAX_OPEN = 1024
 """Traces of spans that are kept because more of them may come."""
 HEAD_LINES = 5
+TOO_DEEP = "record that is nested too deep"
 CONVERT_S = 300.0
 COLUMNS = (
     "messages", "conversations", "conversation", "system", "tools", "functions", "score", "reward", "source", "id", "session_id",
@@ -206,8 +207,8 @@ class LogReader:
             for trace_id, attributes in spans_of(record):
                 if (session := conversation_of_span(attributes, trace_id=trace_id)) is not None:
                     yield from self._grow(session, place=place)
-        except BadRecord as error:
-            self.found.cause(str(error), place=place)
+        except (BadRecord, RecursionError) as error:
+            self.found.cause(str(error) if isinstance(error, BadRecord) else TOO_DEEP, place=place)
 
     def _grow(self, session: Session, *, place: str) -> Iterator[Session]:
         """Spans repeat the conversation before them: each is joined to the one that it continues."""
@@ -263,8 +264,8 @@ class LogReader:
             causes: Counter[str] = Counter()
             try:
                 yield checked(session, causes=causes)
-            except BadRecord as error:
-                self.found.cause(str(error), place=place)
+            except (BadRecord, RecursionError) as error:
+                self.found.cause(str(error) if isinstance(error, BadRecord) else TOO_DEEP, place=place)
             for cause in causes.elements():
                 self.found.cause(cause, place=place)
 
@@ -275,9 +276,7 @@ class LogReader:
             try:
                 row = session.row()
             except BadCell:
-                self.found.cause(
-                    "session of more than 16 MiB, nested too deep, or with text that is no Unicode", place=place
-                )
+                self.found.cause("session of more than 16 MiB, or with text that is no Unicode", place=place)
                 continue
             digest = hashlib.blake2b(json.dumps([row["source"], row["messages"]]).encode(), digest_size=16).digest()
             if digest in self._known:

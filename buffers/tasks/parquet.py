@@ -61,36 +61,16 @@ TASK_SCHEMA = pa.schema(
         ("agent_name", pa.string()),
     ]
 )
-_CALL = pa.struct(
-    [
-        ("id", pa.string()),
-        ("type", pa.string()),
-        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
-    ]
-)
-TRACE_SCHEMA = pa.schema(
-    [
-        (
-            "messages",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("role", pa.string()),
-                        ("content", pa.string()),
-                        ("reasoning_content", pa.string()),
-                        ("tool_calls", pa.list_(_CALL)),
-                        ("tool_call_id", pa.string()),
-                        ("weight", pa.int8()),
-                    ]
-                )
-            ),
-        ),
-        ("tools", pa.string()),
-        ("score", pa.float64()),
-        ("source", pa.string()),
-        ("model", pa.string()),
-    ]
-)
+_CALL = pa.struct({
+    "id": pa.string(), "type": pa.string(), "function": pa.struct({"name": pa.string(), "arguments": pa.string()}),
+})  # fmt: skip
+_SPOKEN = pa.struct({
+    "role": pa.string(), "content": pa.string(), "reasoning_content": pa.string(), "tool_calls": pa.list_(_CALL),
+    "tool_call_id": pa.string(), "weight": pa.int8(),
+})  # fmt: skip
+TRACE_SCHEMA = pa.schema({
+    "messages": pa.list_(_SPOKEN), "tools": pa.string(), "score": pa.float64(), "source": pa.string(), "model": pa.string(),
+})  # fmt: skip
 MOST_ROWS, MOST_BYTES = 1024, 1 << 26
 """The largest row group."""
 

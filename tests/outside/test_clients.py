@@ -172,8 +172,8 @@ SESSIONS = {
 @pytest.mark.outside
 @pytest.mark.parametrize("script", SESSIONS)
 def test_an_imported_session_renders_to_the_ids_that_were_sampled(rehearsal, try_out, tmp_path, monkeypatch, script):
-    """What the agent wrote into its own folder, by atif-make and the served model's template. Two calls of one answer of Codex are two
-    turns in what atif-make makes of it; no transcript has the system prompt and the tools."""
+    """What the agent wrote into its own folder, by atif-make and the served model's template. Two calls of one answer of Codex are
+    two turns in what atif-make makes of it; no transcript has the system prompt and the tools."""
     package, program, folder, kind = SESSIONS[script]
     if (newer := next(filter(None, map(shutil.which, ("python3.14", "python3.13", "python3.12"))), None)) is None:
         pytest.skip("atif-make needs Python 3.12")

@@ -214,7 +214,7 @@ def test_atif_of_sub_agents_copied_context_and_what_no_call_asked_for() -> None:
         {"step_id": 5, "source": "agent", "message": "A"},
     ]  # fmt: skip
     sub = {"schema_version": "ATIF-v1.7", "trajectory_id": "sub", "agent": {}, "steps": [steps[0], steps[4]]}
-    record = {"schema_version": "ATIF-v1.7", "agent": {"name": "n", "model_name": "one"}, "steps": steps, "subagent_trajectories": [sub],
+    record = {"schema_version": "ATIF-v1.7", "agent": {"model_name": "one"}, "steps": steps, "subagent_trajectories": [sub],
               "extra": {"reward": 1}}  # fmt: skip
     assert form_of(record) == ATIF
     main, other = (checked(each, causes=Counter()) for each in conversations(record, form=ATIF, source="file"))

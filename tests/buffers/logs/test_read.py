@@ -52,6 +52,17 @@ def test_broken_lines_are_counted_with_the_first_of_them_and_the_rest_is_given(t
     assert found.first["broken JSON"] == f"{file}, line 2"
 
 
+def test_a_record_of_any_depth_has_a_cause_or_is_given(tmp_path: Path) -> None:
+    def deep(depth: int) -> str:
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        call = '{"id": "c", "function": {"name": "f", "arguments": ' + arguments + "}}"
+        return '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [' + call + "]}]}"
+
+    depths = [1, 90, *range(700, 1000, 7), 5000]
+    sessions, found = read_all(lines(tmp_path / "a.jsonl", *map(deep, depths)))
+    assert len(sessions) + found.causes["broken JSON"] + found.causes[read.TOO_DEEP] == len(depths)
+
+
 def test_a_line_that_is_too_long_is_never_in_memory_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "MAX_LINE_BYTES", 1 << 20)
     file = lines(tmp_path / "a.jsonl", chat("a"), chat("x" * (3 << 20)), chat("b"))
