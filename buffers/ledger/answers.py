@@ -90,7 +90,7 @@ def answer_of(db: sqlite3.Connection, *, episode_id: str, decode: Decode) -> Ans
 
 
 def best_episodes(db: sqlite3.Connection) -> list[str]:
-    """Of each task the episode that scored most, the first of several; none where that is 0 or less."""
+    """The episode of each task that scored most, the first of several; none where that is 0 or less."""
     found = db.execute(
         "SELECT episode_id FROM (SELECT episode_id, score, "
         "row_number() OVER (PARTITION BY task_id ORDER BY score DESC, seq) AS place "

@@ -36,7 +36,7 @@ _ATIF_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A conversation that somebody logged."""
+    """A conversation in a log."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -48,7 +48,7 @@ class Session:
     """Whose answers they are; several are joined by commas."""
 
     def row(self) -> dict[str, Any]:
-        """As a row of a file of demonstrations. Raises BadCell for what a reader of it would refuse."""
+        """A row of a file of demonstrations. Raises BadCell for what a reader of it would refuse."""
         return trace_row(self.messages, tools=self.tools, score=self.score, source=self.source, model=self.model)
 
 

@@ -30,7 +30,7 @@ CALLS = [
     {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}},
 ]
 ANSWERS: list[dict[str, Any]] = [
-    {"role": "assistant", "content": "I add.", "reasoning_content": "Twelve\nand thirty", "tool_calls": CALLS},
+    {"role": "assistant", "content": "I add. ", "reasoning_content": "Twelve\nand thirty", "tool_calls": CALLS},
     {"role": "assistant", "content": "  It is 42.\n"},
 ]
 RESULTS = [{"role": "tool", "content": "42"}, {"role": "tool", "content": "<sunny>\n"}]
@@ -49,7 +49,7 @@ class Player:
         episodes = open_running(self._ledger, task=task, group_size=len(scores))
         for episode, score in zip(episodes, scores, strict=True):
             history: list[dict[str, Any]] = list(ASK)
-            before = ""
+            before, first = "", 0
             for index, answer in enumerate(ANSWERS):
                 asks = self._tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
                 whole = self._tokenizer.apply_chat_template([*history, answer], tokenize=False)
@@ -59,8 +59,9 @@ class Player:
                 )
                 before = asks + said
                 history += [answer, *RESULTS]
+                first = len(before) if index == 0 else first
             if forks:
-                self._put(episode.episode_id, 2, asks, "It is 41.<|im_end|>", finish="stop", parent=None)
+                self._put(episode.episode_id, 2, asks[first:], "It is 41.<|im_end|>", finish="stop", parent=0)
             self._ledger.notify_score(episode.episode_id, score).result()
 
     def _put(self, episode_id: str, index: int, tail: str, said: str, *, finish: str, parent: int | None = -1) -> None:
@@ -100,7 +101,7 @@ def test_calls_thoughts_and_results_are_read_off_the_ids_and_render_to_them_agai
     *_, last = recorded.metrics
     told = recorded.session.messages
     assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "tool", "assistant"]
-    assert told[2]["reasoning_content"] == "Twelve\nand thirty" and told[2]["content"] == "I add."
+    assert told[2]["reasoning_content"] == "Twelve\nand thirty" and told[2]["content"] == "I add. "
     assert [call["function"]["arguments"] for call in told[2]["tool_calls"]] == [
         '{"a": 12, "b": 30}',
         '{"city": "Rome"}',
