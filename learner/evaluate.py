@@ -238,7 +238,9 @@ def export_best(folder: Path, *, to: Path) -> int:
     from buffers.ledger.export import recorded_sessions
     from buffers.ledger.reader import LedgerReader
     from buffers.ledger.turns import TokenDecoder
-    from buffers.tasks.parquet import TRACE_SCHEMA, write_rows
+    from buffers.row_files import write_rows
+    from buffers.tasks.logs import row_of
+    from buffers.tasks.parquet import TRACE_SCHEMA
 
     path = ledger_path(folder)
     decoder = TokenDecoder(tokenizer_of(path, given=None))
@@ -249,4 +251,4 @@ def export_best(folder: Path, *, to: Path) -> int:
                 f"--export-best {to} needs a task with an answer that scored above 0, got none; nothing is written"
             )
         sessions = recorded_sessions(db, decoder=decoder, episodes=best)
-        return write_rows(to, rows=(each.session.row() for each in sessions), schema=TRACE_SCHEMA)
+        return write_rows(to, rows=(row_of(each.session) for each in sessions), schema=TRACE_SCHEMA)

@@ -57,8 +57,9 @@ def main(words: Sequence[str], *, remedies: Mapping[str, str]) -> int:
 
 
 def _import(given: argparse.Namespace, *, remedies: Mapping[str, str]) -> int:
-    from buffers.logs.read import Findings, LogReader
-    from buffers.tasks.parquet import TASK_SCHEMA, TRACE_SCHEMA, write_rows
+    from buffers.row_files import write_rows
+    from buffers.tasks.logs import Findings, LogReader, row_of
+    from buffers.tasks.parquet import TASK_SCHEMA, TRACE_SCHEMA
 
     if given.form not in (DEMONSTRATIONS, TASKS):
         raise UnderstudyError(f"--as must be demonstrations or tasks, got {given.form!r}: {NOT_TRAINED}")
@@ -74,7 +75,7 @@ def _import(given: argparse.Namespace, *, remedies: Mapping[str, str]) -> int:
         if given.form == TASKS:
             number = write_rows(given.out, rows=_tasks(sessions), schema=TASK_SCHEMA)
         else:
-            number = write_rows(given.out, rows=(session.row() for session in sessions), schema=TRACE_SCHEMA)
+            number = write_rows(given.out, rows=map(row_of, sessions), schema=TRACE_SCHEMA)
     except OSError as error:
         raise UnderstudyError(f"--out must be a file that can be written, got {given.out} ({error})") from error
     finally:

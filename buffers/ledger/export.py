@@ -22,9 +22,9 @@ from buffers.ledger.batches import group_rows, read_rounds
 from buffers.ledger.branches import Branch, branches_of
 from buffers.ledger.scores import scores_of
 from buffers.ledger.turns import ASSISTANT, PROMPT, TOOL, TokenDecoder, turns_of, words_of
-from buffers.logs.forms import Session, to_atif, to_messages
+from buffers.log_forms import Message, Session, to_atif, to_messages
 from buffers.records import Round
-from buffers.tasks.parquet import Message, write_rows
+from buffers.row_files import write_rows
 from buffers.training_rows import CUT
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)

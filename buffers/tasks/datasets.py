@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffers.errors import TaskError
-from buffers.tasks.parquet import SLICE, TASK_SCHEMA, BadCell, slices, task_row, write_rows
+from buffers.row_files import SLICE, write_rows
+from buffers.tasks.parquet import TASK_SCHEMA, BadCell, slices, task_row
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """What `save_to_disk` writes beside the files of a split, which it lists, and above several splits."""

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from buffers.disk import replacing
 from buffers.errors import TaskError
 from buffers.records import Task
+from buffers.row_files import SLICE, write_rows
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -42,8 +42,6 @@ MAX_COLUMNS = 1000
 MAX_EXPANSION = 1000
 SMALL_BYTES = 1 << 28
 """Bytes that the rows of any file may have, however small it is."""
-SLICE = 16
-"""Rows in memory at once, of which each may be as long as a cell may be."""
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
 _NO_TASKS = (
@@ -71,8 +69,6 @@ _SPOKEN = pa.struct({
 TRACE_SCHEMA = pa.schema({
     "messages": pa.list_(_SPOKEN), "tools": pa.string(), "score": pa.float64(), "source": pa.string(), "model": pa.string(),
 })  # fmt: skip
-MOST_ROWS, MOST_BYTES = 1024, 1 << 26
-"""The largest row group."""
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -293,25 +289,6 @@ def trace_row(
     _json_cell(tools, column="tools")
     offered = _as_json(tools) if tools else None
     return {"messages": messages, "tools": offered, "score": score, "source": source or None, "model": model or None}
-
-
-def write_rows(path: Path, *, rows: Iterable[dict[str, Any]], schema: Any) -> int:
-    """Write rows as they come, one row group in memory at a time; how many. The file appears whole or not at all. Raises TaskError
-    where there is no row, and OSError."""
-    number, group, rest = 0, schema.empty_table(), iter(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-        while some := list(islice(rest, SLICE)):
-            group = pa.concat_tables([group, pa.Table.from_pylist(some, schema=schema)])
-            number += len(some)
-            if group.num_rows >= MOST_ROWS or group.nbytes >= MOST_BYTES:
-                writer.write_table(group)
-                group = schema.empty_table()
-        if not number:
-            raise TaskError(f"{path} must get at least one row, got none")
-        if group.num_rows:
-            writer.write_table(group)
-    return number
 
 
 class BadCell(Exception):

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from buffers.logs.read import Findings, LogReader
 from buffers.records import Task
+from buffers.tasks.logs import Findings, LogReader
 from learner.import_logs import _as_served
 from mocked_server.check import vllm_scripted_engine
 from mocked_server.check.__main__ import TASK

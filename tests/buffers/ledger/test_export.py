@@ -19,9 +19,9 @@ from buffers.ledger.export import RecordedSession, recorded_sessions
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
 from buffers.ledger.turns import TokenDecoder
-from buffers.logs.forms import Session
-from buffers.logs.read import Findings, LogReader
+from buffers.log_forms import Session
 from buffers.records import Round
+from buffers.tasks.logs import Findings, LogReader
 from tests.support.buffer_parts import open_running
 
 ASK = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 12 + 30?"}]

@@ -1,7 +1,7 @@
 """A record of a log -> a conversation, and back: chat JSONL (OpenAI's fine-tuning form), ShareGPT, ATIF (Harbor's trajectory, to
 1.8), OpenTelemetry's GenAI spans.
 
-Called by `buffers.logs.read`, and by `buffers.ledger.export` the other way. Pure. Invariants: what is written in a form is read
+Called by `buffers.tasks.logs`, and by `buffers.ledger.export` the other way. Pure. Invariants: what is written in a form is read
 from it as the same conversation; what no text model could have said or seen ends the conversation there, and is counted by name.
 Messages are OpenAI's, `content` a text, arguments of calls JSON text; `weight` 0 marks an answer that is context.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.tasks.parquet import Message, trace_row
 
 Record = Mapping[str, Any]
+Message = dict[str, Any]
 ATIF_VERSION = "ATIF-v1.7"
 ATIF, CHAT, SHAREGPT, SPANS = "ATIF", "chat messages", "ShareGPT", "OpenTelemetry spans"
 NO_PAIRS = "preference pair, of which nothing here learns"
@@ -46,10 +46,6 @@ class Session:
     """Its name."""
     model: str = ""
     """Whose answers they are; several are joined by commas."""
-
-    def row(self) -> dict[str, Any]:
-        """A row of a file of demonstrations. Raises BadCell for what a reader of it would refuse."""
-        return trace_row(self.messages, tools=self.tools, score=self.score, source=self.source, model=self.model)
 
 
 class BadRecord(UnderstudyError):

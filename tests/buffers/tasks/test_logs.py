@@ -1,4 +1,4 @@
-"""Rules of buffers/logs/read.py: a file is what its content is, what cannot be used is counted and named, the rest is given."""
+"""Rules of buffers/tasks/logs.py: a file is what its content is, what cannot be used is counted and named, the rest is given."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffers.errors import UnderstudyError
-from buffers.logs import read
-from buffers.logs.forms import Session, to_atif
-from buffers.logs.read import NEEDS_ATIF_MAKE, Findings, LogReader
-from buffers.tasks.parquet import TRACE_SCHEMA, write_rows
+from buffers.log_forms import Session, to_atif
+from buffers.row_files import write_rows
+from buffers.tasks import logs as read
+from buffers.tasks.logs import NEEDS_ATIF_MAKE, Findings, LogReader, row_of
+from buffers.tasks.parquet import TRACE_SCHEMA
 
 
 def chat(word: str, **more: Any) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def test_what_was_written_as_demonstrations_is_read_back(tmp_path: Path) -> None
     session = Session(
         messages=messages, tools=[{"type": "function", "function": {"name": "f"}}], score=0.5, source="s", model="m"
     )
-    write_rows(tmp_path / "a.parquet", rows=[session.row()], schema=TRACE_SCHEMA)
+    write_rows(tmp_path / "a.parquet", rows=[row_of(session)], schema=TRACE_SCHEMA)
     assert read_all(tmp_path / "a.parquet")[0] == [session]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from buffers.errors import UnderstudyError
-from buffers.logs.forms import (
+from buffers.log_forms import (
     ATIF,
     SPANS,
     BadRecord,
@@ -38,7 +38,7 @@ from buffers.logs.forms import (
     spans_of,
 )
 from buffers.tasks.datasets import SPLITS, STATE, dataset_rows, saved_files
-from buffers.tasks.parquet import BadCell
+from buffers.tasks.parquet import BadCell, trace_row
 
 MAX_LINE_BYTES = 1 << 26
 """The longest line, and the largest document, in bytes."""
@@ -274,7 +274,7 @@ class LogReader:
         for session in sessions:
             session = replace(session, messages=self._without_secrets(session.messages))
             try:
-                row = session.row()
+                row = row_of(session)
             except BadCell:
                 self.found.cause("session of more than 16 MiB, or with text that is no Unicode", place=place)
                 continue
@@ -303,6 +303,13 @@ class LogReader:
         name = list(SECRETS)[int(str(match.lastgroup)[1:])]
         self.found.secrets[name] += 1
         return f"[{name}]" if self.redact else match[0]
+
+
+def row_of(session: Session) -> dict[str, Any]:
+    """A row of a file of demonstrations. Raises BadCell for what a reader of it would refuse."""
+    return trace_row(
+        session.messages, tools=session.tools, score=session.score, source=session.source, model=session.model
+    )
 
 
 def _files(source: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Rules of buffers/logs/forms.py: what is written in a form is read from it again; anything else is counted, and raises nothing."""
+"""Rules of buffers/log_forms.py: what is written in a form is read from it again; anything else is counted, and raises nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.logs.forms import (
+from buffers.log_forms import (
     ATIF,
     CHAT,
     SHAREGPT,
@@ -25,6 +25,7 @@ from buffers.logs.forms import (
     to_atif,
     to_messages,
 )
+from buffers.tasks.logs import row_of
 from buffers.tasks.parquet import BadCell
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -119,7 +120,7 @@ def test_a_record_is_a_conversation_or_has_a_cause_whatever_it_holds(record: dic
             found = list(conversations(record, form=form, source="?")) if form else []
         for session in found:
             if session is not None:
-                checked(session, causes=Counter()).row()
+                row_of(checked(session, causes=Counter()))
     except (BadRecord, BadCell):
         pass
 

@@ -1,1 +1,0 @@
-"""Rules of buffers/logs."""
