@@ -34,6 +34,7 @@ commands, each with a --help of its own:
   run [--config FILE] [section.key=value]   train; FILE is yours, or a shipped one by its name, such as walk_env
   resume [RUN] [section.key=value ...]      resume a run from its newest checkpoint: runs/NAME, or a checkpoint in it
   check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
+  import SOURCE ... --out FILE.parquet      sessions of Claude Code, Codex and others, chat sets: demonstrations, or tasks
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
   compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
@@ -141,6 +142,14 @@ def check(words: list[str]) -> int:
     from mocked_server.check.__main__ import main
 
     return main(words, program="understudy check")
+
+
+def import_logs(words: list[str]) -> int:
+    """Sessions that other programs have logged as demonstrations, or tasks."""
+    from learner.import_logs import main
+    from mocked_server.conversation.chat_history import REMEDY
+
+    return main(words, remedies={cause.value: remedy for cause, remedy in REMEDY.items()})
 
 
 def ledger(words: list[str]) -> int:
@@ -301,6 +310,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "resume": resume,
     "check": check,
+    "import": import_logs,
     "ledger": ledger,
     "eval": evaluate,
     "compare": compare,

@@ -100,11 +100,17 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
     parser.add_argument(
         "--limit", type=int, default=None, metavar="N", help="play the first N tasks of the file only (default: all)"
     )
+    parser.add_argument(
+        "--export-best", type=Path, default=None, metavar="FILE.parquet",
+        help="write each task's best answer as a demonstration for SFT, with its score; those of 0 or less are left out",
+    )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
     arguments = parser.parse_args(argv)
     for name, value in (("--samples", arguments.samples), ("--limit", arguments.limit)):
         if value is not None and value < 1:
             parser.error(f"{name} must be at least 1, got {value}; leave it out for its default")
+    if arguments.export_best is not None and arguments.export_best.suffix != ".parquet":
+        parser.error(f"--export-best must be a file .parquet, got {arguments.export_best}; name one")
 
     with own_temporary_folder(), signals_end_at_once(lambda: STOPPED_TEXT):
         return _main(arguments)
@@ -136,13 +142,21 @@ def _main(arguments: argparse.Namespace) -> int:
         return 2
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
     try:
-        return _evaluate(config, weights=weights, limit=arguments.limit, prepare=partial(prepare_engine, config))
+        return _evaluate(
+            config,
+            weights=weights,
+            limit=arguments.limit,
+            best=arguments.export_best,
+            prepare=partial(prepare_engine, config),
+        )
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
+def _evaluate(
+    config: Config, *, weights: str, limit: int | None, best: Path | None, prepare: Callable[[], None]
+) -> int:
     from learner.pipeline import Pipeline
     from learner.reporting.display import Display, Terminal, write_summary
     from learner.reporting.tracker import Tracker
@@ -190,6 +204,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             say(line)
         tracker.attempt("the answers", partial(show_answers, folder, say=say))
         say(f"figures: {folder / EVALUATION}; every answer: {folder / ANSWERS}")
+        if best is not None:
+            say(f"{export_best(folder, to=best)} conversations of the tasks' best answers: {best}")
         return 0 if played.found else 1
 
 
@@ -215,3 +231,26 @@ def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
         truth = each.task.ground_truth if each.task is not None else None
         say(f"{name}, score {each.score:g}: {in_a_line(each.question)}")
         say(f"  answer: {in_a_line(each.answer)}" + ("" if truth is None else f"\n  truth:  {in_a_line(str(truth))}"))
+
+
+def export_best(folder: Path, *, to: Path) -> int:
+    """Writes each task's best episode as demonstrations; how many conversations. Raises TaskError where none scored above 0."""
+    from buffers.ledger.answers import best_episodes
+    from buffers.ledger.cli import ledger_path, tokenizer_of
+    from buffers.ledger.export import recorded_sessions
+    from buffers.ledger.reader import LedgerReader
+    from buffers.ledger.turns import TokenDecoder
+    from buffers.row_files import write_rows
+    from buffers.tasks.logs import row_of
+    from buffers.tasks.parquet import TRACE_SCHEMA
+
+    path = ledger_path(folder)
+    decoder = TokenDecoder(tokenizer_of(path, given=None))
+    with closing(LedgerReader(path)) as reader, reader.read() as db:
+        best = set(best_episodes(db))
+        if not best:
+            raise TaskError(
+                f"--export-best {to} needs a task with an answer that scored above 0, got none; nothing is written"
+            )
+        sessions = recorded_sessions(db, decoder=decoder, episodes=best)
+        return write_rows(to, rows=(row_of(each.session) for each in sessions), schema=TRACE_SCHEMA)

@@ -29,7 +29,12 @@ OWNERS = {
     "fastapi": {"mocked_server/http/routes.py"},
     "prometheus_client": {"mocked_server/http/routes.py"},
     "uvicorn": {"mocked_server/http/uvicorn_server.py"},
-    "pyarrow": {"buffers/tasks/parquet.py", "buffers/tasks/datasets.py", "buffers/ledger/export.py"},
+    "pyarrow": {
+        "buffers/row_files.py",
+        "buffers/tasks/parquet.py",
+        "buffers/tasks/datasets.py",
+        "buffers/ledger/export.py",
+    },
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {
@@ -48,6 +53,7 @@ OWNERS = {
     "swanlab": {"learner/reporting/tracker.py"},
     "openai": {"agents/examples/*.py"},
     "mcp": {"agents/tools/mcp/*.py"},
+    "textarena": {"buffers/tasks/textarena_games.py"},
     "gymnasium": {"env_adapters/gymnasium_env.py"},
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},

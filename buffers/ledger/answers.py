@@ -89,6 +89,16 @@ def answer_of(db: sqlite3.Connection, *, episode_id: str, decode: Decode) -> Ans
     )
 
 
+def best_episodes(db: sqlite3.Connection) -> list[str]:
+    """The episode of each task that scored most, the first of several; none where that is 0 or less."""
+    found = db.execute(
+        "SELECT episode_id FROM (SELECT episode_id, score, "
+        "row_number() OVER (PARTITION BY task_id ORDER BY score DESC, seq) AS place "
+        "FROM episode JOIN grp USING (group_id) WHERE episode.state = 'scored') WHERE place = 1 AND score > 0"
+    )
+    return [episode_id for (episode_id,) in found]
+
+
 def samples(scored: Sequence[tuple[float, str, str]], *, number: int) -> list[tuple[str, str]]:
     """(why it is shown, episode id) of some of these (score, task id, episode id): the best, the worst, and some in between, each
     of another task."""

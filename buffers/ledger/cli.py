@@ -29,10 +29,11 @@ from buffers.ledger.doctor import findings
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episode_query import EPISODE_KEYS, Query
 from buffers.ledger.episode_views import ORDERS, FilterError, read_agents, search
-from buffers.ledger.export import export_parquet
+from buffers.ledger.export import export_atif, export_messages, export_parquet, recorded_sessions
 from buffers.ledger.reader import LedgerReader
 from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
+from buffers.ledger.turns import TokenDecoder
 from buffers.records import ScoreDetail
 
 MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
@@ -67,7 +68,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
             episodes,
             "episodes that match, a line for each: step, version, score, rounds, tokens, state, answer",
         ),
-        "export": (export, "training rows of all scored episodes, as a parquet file"),
+        "export": (export, "all scored episodes: training rows as parquet; conversations as chat messages, or as ATIF"),
         "doctor": (doctor, "checks the file, every checksum and the counts"),
         "backup": (backup, "a copy of the ledger, also of a live run"),
         "rescore": (None, "replays stored episodes through another scorer"),
@@ -76,7 +77,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a ledger file")
         command.set_defaults(act=act)
-        if name in ("inspect", "episodes", "rescore"):
+        if name in ("inspect", "episodes", "export", "rescore"):
             command.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; default: the run's model")
     commands.choices["inspect"].add_argument("--episode", metavar="ID")
     listed = commands.choices["episodes"]
@@ -87,7 +88,19 @@ def _parser(program: str) -> argparse.ArgumentParser:
     listed.add_argument("--sort", choices=list(ORDERS), default="newest", help="their order (default: newest)")
     listed.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default: 20)")
     listed.add_argument("--json", action="store_true", help="a line of JSON for each, texts whole")
-    commands.choices["export"].add_argument("--parquet", type=Path, required=True, metavar="FILE")
+    form = commands.choices["export"].add_mutually_exclusive_group(required=True)
+    form.add_argument(
+        "--parquet", type=Path, metavar="FILE", help="a row for each branch: ids, masks, log-probabilities"
+    )
+    form.add_argument(
+        "--messages", type=Path, metavar="FILE.jsonl", help="a line for each branch: OpenAI's messages, score"
+    )
+    form.add_argument(
+        "--atif",
+        type=Path,
+        metavar="FOLDER",
+        help="a document for each branch: messages, score, ids, log-probabilities",
+    )
     commands.choices["backup"].add_argument("--to", type=Path, required=True, metavar="FILE")
     again = commands.choices["rescore"]
     again.add_argument("--scorer", required=True, metavar="MODULE.FUNCTION", help="(task, answer) -> score")
@@ -162,8 +175,17 @@ def episodes(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace)
 
 
 def export(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
-    """Every training row, with its group's state."""
-    print(f"{export_parquet(db, path=options.parquet)} rows in {options.parquet}")
+    """What was asked for, of every scored episode."""
+    to = options.parquet or options.messages or options.atif
+    try:
+        if options.parquet:
+            print(f"{export_parquet(db, path=to)} rows in {to}")
+            return 0
+        sessions = recorded_sessions(db, decoder=TokenDecoder(tokenizer_of(path, given=options.tokenizer)))
+        number = export_messages(sessions, path=to) if options.messages else export_atif(sessions, folder=to)
+    except OSError as error:
+        raise UnderstudyError(f"what is exported must go where it can be written, got {to} ({error})") from error
+    print(f"{number} conversations in {to}")
     return 0
 
 
@@ -220,14 +242,19 @@ def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..
 
 def decoder(path: Path, *, given: Path | None, plain: bool = False) -> Decode:
     """Token ids -> text, by the tokenizer of the run's model; `plain`: without control tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_of(path, given=given)))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=plain))
+
+
+def tokenizer_of(path: Path, *, given: Path | None) -> Path:
+    """The tokenizer.json by which a ledger's ids are text. Raises UnderstudyError where there is none."""
     file = given / "tokenizer.json" if given else tokenizer_file(path.parent)
     if file is None or not file.is_file():
         where = given or f"{path.parent} and its model.path"
         raise UnderstudyError(f"a tokenizer.json is needed, got none in {where}; name its folder with --tokenizer")
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=plain))
+    return file
 
 
 def tokenizer_file(run: Path) -> Path | None:

@@ -8,8 +8,7 @@ own check of its task files does.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffers.errors import TaskError
-from buffers.tasks.parquet import SLICE, TASK_SCHEMA, BadCell, slices, task_row
+from buffers.row_files import SLICE, write_rows
+from buffers.tasks.parquet import TASK_SCHEMA, BadCell, slices, task_row
 
-STATE = "state.json"
-"""What `save_to_disk` writes beside the files of a split; it lists them."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` writes beside the files of a split, which it lists, and above several splits."""
 OURS = ("task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info")
-MOST_ROWS, MOST_BYTES = 1024, 1 << 26
-"""The largest row group."""
 
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `datasets` has written it, as one split or as several."""
-    return (folder / STATE).is_file() or (folder / "dataset_dict.json").is_file()
+    return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
 
 def saved_files(folder: Path) -> list[Path]:
@@ -49,24 +47,9 @@ def write_task_file(files: Sequence[Path], *, columns: Mapping[str, str], source
     """Writes the rows of the data set's files, in order, as tasks. `columns`: ours -> the data set's; those that it does not name
     have our names, or are left out. Raises TaskError."""
     chosen = _chosen(_columns_of(files[0]), columns=columns, source=source)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = to.with_name(f".{to.name}.{os.getpid()}")
-    number = 0
-    group = TASK_SCHEMA.empty_table()
-    try:
-        with pq.ParquetWriter(unfinished, TASK_SCHEMA) as writer:
-            for batch in _batches(files, columns=sorted(set(chosen.values()))):
-                rows = [_row(cells, chosen=chosen, source=source, number=number + i) for i, cells in enumerate(batch)]
-                number += len(rows)
-                group = pa.concat_tables([group, pa.Table.from_pylist(rows, schema=TASK_SCHEMA)])
-                if group.num_rows >= MOST_ROWS or group.nbytes >= MOST_BYTES:
-                    writer.write_table(group)
-                    group = TASK_SCHEMA.empty_table()
-            if group.num_rows:
-                writer.write_table(group)
-        os.replace(unfinished, to)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    batches = _batches(files, columns=sorted(set(chosen.values())))
+    cells = enumerate(row for batch in batches for row in batch)
+    write_rows(to, rows=(_row(each, chosen=chosen, source=source, number=n) for n, each in cells), schema=TASK_SCHEMA)
 
 
 def _chosen(there: Sequence[str], *, columns: Mapping[str, str], source: str) -> dict[str, str]:
@@ -92,9 +75,19 @@ def _row(cells: Mapping[str, Any], *, chosen: Mapping[str, str], source: str, nu
         raise TaskError(f"{source}, row {number}: {error}") from error
 
 
+def dataset_rows(file: Path, *, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a file, with those of these columns that it has. Raises TaskError, also where it has none of them."""
+    there = _columns_of(file)
+    chosen = [name for name in there if name in columns]
+    if not chosen:
+        raise TaskError(f"{file} must have one of the columns {', '.join(columns)}, got {', '.join(there)!s:.500}")
+    for rows in _batches([file], columns=chosen):
+        yield from rows
+
+
 def _columns_of(file: Path) -> list[str]:
     with _opened(file) as reader:
-        schema = reader.schema if file.suffix == ".arrow" else reader.schema_arrow
+        schema = reader.schema_arrow if isinstance(reader, pq.ParquetFile) else reader.schema
         return list(schema.names)
 
 
@@ -102,12 +95,13 @@ def _batches(files: Sequence[Path], *, columns: list[str]) -> Iterator[list[dict
     for file in files:
         with _opened(file) as reader:
             try:
-                if file.suffix != ".arrow":
+                if isinstance(reader, pq.ParquetFile):
                     batches = reader.iter_batches(batch_size=SLICE, columns=columns)
                 else:
+                    is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
                     batches = (
                         batch.select(columns).slice(start, SLICE)
-                        for batch in reader
+                        for batch in (reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)))
                         for start in range(0, batch.num_rows, SLICE)
                     )
                 for batch in slices(batches, path=file):
@@ -117,9 +111,14 @@ def _batches(files: Sequence[Path], *, columns: list[str]) -> Iterator[list[dict
 
 
 def _opened(file: Path) -> Any:
-    """A parquet file, or a stream of Arrow's, which `datasets` writes."""
+    """A parquet file, a stream of Arrow's, which `datasets` writes, or an Arrow file: by its first bytes."""
     try:
-        return pa.ipc.open_stream(pa.memory_map(str(file))) if file.suffix == ".arrow" else pq.ParquetFile(file)
+        with file.open("rb") as source:
+            magic = source.read(6)
+        if magic.startswith(b"PAR1"):
+            return pq.ParquetFile(file)
+        opened = pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream
+        return opened(pa.memory_map(str(file)))
     except (pa.ArrowException, OSError) as error:
         raise TaskError(
             f"{file} must be a parquet file or an Arrow stream, got something else ({error}); get it again"

@@ -15,7 +15,6 @@ long text in every row.
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ import pyarrow.parquet as pq
 
 from buffers.errors import TaskError
 from buffers.records import Task
+from buffers.row_files import SLICE, write_rows
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -43,11 +43,12 @@ MAX_COLUMNS = 1000
 MAX_EXPANSION = 1000
 SMALL_BYTES = 1 << 28
 """Bytes that the rows of any file may have, however small it is."""
-SLICE = 16
-"""Rows in memory at once, of which each may be as long as a cell may be."""
-_ROW_GROUP = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
+_NO_TASKS = (
+    "demonstrations are another model's answers, without log-probabilities of the policy, and never enter a policy gradient: learn "
+    "them by SFT, or make tasks of them with `understudy import --as tasks`"
+)
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 TASK_SCHEMA = pa.schema(
     [
@@ -59,7 +60,16 @@ TASK_SCHEMA = pa.schema(
         ("agent_name", pa.string()),
     ]
 )
-_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES), ("tools", pa.string())])
+_CALL = pa.struct({
+    "id": pa.string(), "type": pa.string(), "function": pa.struct({"name": pa.string(), "arguments": pa.string()}),
+})  # fmt: skip
+_SPOKEN = pa.struct({
+    "role": pa.string(), "content": pa.string(), "reasoning_content": pa.string(), "tool_calls": pa.list_(_CALL),
+    "tool_call_id": pa.string(), "weight": pa.int8(),
+})  # fmt: skip
+TRACE_SCHEMA = pa.schema({
+    "messages": pa.list_(_SPOKEN), "tools": pa.string(), "score": pa.float64(), "source": pa.string(), "model": pa.string(),
+})  # fmt: skip
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -265,19 +275,32 @@ def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> 
                 "agent_name": task.agent_name,
             }
         )
-    _write(path, rows=rows, schema=None if structs else TASK_SCHEMA)
+    write_rows(path, rows=rows, schema=pa.Table.from_pylist(rows).schema if structs else TASK_SCHEMA)
 
 
 def write_traces(
     path: Path, traces: Iterable[list[Message]], *, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> None:
     """Write a file of conversations, which all offer the same tools."""
-    offered = _json(list(tools), name="tools") if tools else None
-    rows = [
-        {"messages": _plain(messages, name=f"trace {number}"), "tools": offered}
-        for number, messages in enumerate(traces)
-    ]
-    _write(path, rows=rows, schema=_TRACE_SCHEMA)
+    offered = list(tools) if tools else None
+    rows = (trace_row(_plain(each, name=f"trace {n}"), tools=offered) for n, each in enumerate(traces))
+    write_rows(path, rows=rows, schema=TRACE_SCHEMA)
+
+
+def trace_row(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    score: float | None = None,
+    source: str = "",
+    model: str = "",
+) -> dict[str, Any]:
+    """A row of a file of conversations, in OpenAI's form, arguments of calls as JSON text. `source`, `model`: which session it is,
+    and who answered, for people. Raises BadCell for what a reader would refuse."""
+    _json_cell(messages, column="messages")
+    _json_cell(tools, column="tools")
+    offered = _as_json(tools) if tools else None
+    return {"messages": messages, "tools": offered, "score": score, "source": source or None, "model": model or None}
 
 
 class BadCell(Exception):
@@ -323,7 +346,8 @@ def _open(path: Path, *, required: str, by_value: bool = False) -> Any:
             f"{path} must have columns of different names, got {twice!s:.500} more than once; rename one of them"
         )
     if required not in names:
-        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)!s:.500}; rename or add it")
+        remedy = _NO_TASKS if required == "prompt" and "messages" in names else "rename or add it"
+        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)!s:.500}; {remedy}")
     if file.metadata.num_rows == 0:
         raise TaskError(f"{path} must hold at least one row, got none; write it again")
     if not by_value:
@@ -535,13 +559,3 @@ def _json(value: object, *, name: str) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TaskError(f"{name} must be JSON (finite numbers, text, lists, objects): {error}") from error
-
-
-def _write(path: Path, *, rows: list[dict[str, Any]], schema: Any) -> None:
-    if not rows:
-        raise TaskError(f"{path} must get at least one row, got none")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    table = pa.Table.from_pylist(rows, schema=schema)
-    pq.write_table(table, unfinished, row_group_size=_ROW_GROUP)
-    os.replace(unfinished, path)

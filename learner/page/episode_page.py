@@ -31,11 +31,12 @@ from buffers.ledger.branches import (
 )
 from buffers.ledger.episode_query import MOST_POINTS, Query
 from buffers.ledger.episode_views import EpisodeView
+from buffers.ledger.turns import Turn, pieces_of, turns_of, with_text
 from buffers.records import Round
 from buffers.training_rows import CUT
-from learner.page.conversation import MOST_TOKENS, Turn, packed, pieces_of, turns_of, with_text
 from learner.page.metric_columns import plain
 from learner.page.run_view import RunView
+from learner.page.token_window import MOST_TOKENS, packed
 from learner.recovery.failure_watch import MEANINGS
 from learner.reporting.token_figures import ARRAYS, TokenFigures, read_figures
 
@@ -127,7 +128,7 @@ class RunPages(RunView):
         return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
 
     def tokens(self, query: Query) -> bytes:
-        """A window of a branch's tokens; see `learner.page.conversation`."""
+        """A window of a branch's tokens; see `learner.page.token_window`."""
         start, count = query.window(default=MOST_TOKENS, most=MOST_TOKENS)
         opened, found = self._branch(query)
         window = window_of(found, start=start, count=count)

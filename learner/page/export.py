@@ -29,12 +29,12 @@ from buffers.ledger.branches import ANY_BREAK
 from buffers.ledger.episode_query import LARGEST_NUMBER, MOST_POINTS, Query
 from buffers.ledger.episode_views import EpisodeFilter
 from learner.page import reports
-from learner.page.conversation import packed_text
 from learner.page.episode_page import MOST_TURNS, RunPages
 from learner.page.metric_columns import meanings
 from learner.page.reports import LEFT_OUT, has_secret_name
 from learner.page.run_set import RunSet
 from learner.page.serve import STATIC
+from learner.page.token_window import packed_text
 
 PREFIX = "page/"
 """The modules' names in the import map begin so."""

@@ -22,10 +22,10 @@ from buffers.errors import UnderstudyError
 from buffers.ledger import episode_views
 from buffers.ledger.cli import tokenizer_file
 from buffers.ledger.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
+from buffers.ledger.turns import TokenDecoder
 from configs.bounded_yaml import YamlError, read_yaml
 from learner.diagnosis.diagnose import diagnose
 from learner.diagnosis.evidence import counted
-from learner.page.conversation import TokenDecoder
 from learner.page.metric_columns import MetricColumns
 from learner.reporting.run_record import (
     CONFIG,

@@ -12,14 +12,14 @@ KEPT = Path(__file__).resolve().parents[2] / ".venv" / "agents"
 INSTALL_LIMIT_S = 600
 
 
-def python_with(name: str, *requirements: str) -> Path:
-    """A Python with these packages, in an environment called `name`."""
+def python_with(name: str, *requirements: str, base: str = sys.executable) -> Path:
+    """A Python with these packages, in an environment called `name`. `base`: the interpreter that it is of."""
     folder = KEPT / name
     python = folder / "bin" / "python"
     done = folder / "installed.txt"
     if not done.is_file() or done.read_text().split() != list(requirements):
         shutil.rmtree(folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        _run([base, "-m", "venv", "--without-pip", str(folder)])
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
         _run([*pip, "install", "--quiet", *requirements])
         done.write_text("\n".join(requirements))

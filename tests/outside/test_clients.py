@@ -8,15 +8,22 @@ rounds; the log-probabilities are the model's own and are computed again for eve
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from buffers.records import Task
+from buffers.tasks.logs import Findings, LogReader
+from learner.import_logs import _as_served
+from mocked_server.check import vllm_scripted_engine
 from mocked_server.check.__main__ import TASK
 from mocked_server.check.trial import trial_server
 from tests.outside.agent_environments import npm_packages, npm_program, python_with
@@ -31,8 +38,8 @@ AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/google@3.0.141")
 
 
 @pytest.fixture(scope="module")
-def try_out() -> Iterator[Any]:
-    """`try_out(command, **environment)` -> the report of an agent's one episode."""
+def rehearsal() -> Iterator[Any]:
+    """(`wait(work)`, the trial): a server that is ready to try agents out, in a loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="rehearsal", daemon=True)
     thread.start()
@@ -41,18 +48,24 @@ def try_out() -> Iterator[Any]:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     context = trial_server()
-    rehearsal = wait(context.__aenter__())
-    number = iter(range(1000))
-
-    def try_out(command: list[str], **environment: str) -> Any:
-        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
-        return wait(rehearsal.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=400.0))
-
-    yield try_out
+    yield wait, wait(context.__aenter__())
     wait(context.__aexit__(None, None, None))
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def try_out(rehearsal: Any) -> Any:
+    """`try_out(command, **environment)` -> the report of an agent's one episode."""
+    wait, trial = rehearsal
+    number = iter(range(1000))
+
+    def try_out(command: list[str], **environment: str) -> Any:
+        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        return wait(trial.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=400.0))
+
+    return try_out
 
 
 def assert_exact(report: Any, *, rounds: int) -> None:
@@ -143,3 +156,54 @@ def test_an_agent_of_the_ai_sdk_is_trained_exactly(try_out, api):
     modules = npm_packages("ai-sdk", *AI_SDK)
     report = try_out(["node", str(CLIENTS / "ai_sdk.mjs")], API=api, MODULES=str(modules))
     assert_exact(report, rounds=4)
+
+
+SESSIONS = {
+    "claude.sh": (
+        "@anthropic-ai/claude-code@2.1.197",
+        "claude",
+        ".claude/projects",
+        "claude-code-transcript (atif-make)",
+    ),
+    "codex.sh": ("@openai/codex@0.169.0", "codex", ".codex/sessions", "codex-rollout (atif-make)"),
+}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("script", SESSIONS)
+def test_an_imported_session_renders_to_the_ids_that_were_sampled(rehearsal, try_out, tmp_path, monkeypatch, script):
+    """What the agent wrote into its own folder, by atif-make and the served model's template. Two calls of one answer of Codex are
+    two turns in what atif-make makes of it; no transcript has the system prompt and the tools."""
+    package, program, folder, kind = SESSIONS[script]
+    if (newer := next(filter(None, map(shutil.which, ("python3.14", "python3.13", "python3.12"))), None)) is None:
+        pytest.skip("atif-make needs Python 3.12")
+    python = python_with("atif-make", "atif-make==0.10.0", base=newer)
+    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(vllm_scripted_engine, "spelled", lambda line, *, encode, seed: encode(line))
+    _, trial = rehearsal
+    monkeypatch.setattr(trial, "_diff_of", None)
+    rounds = []
+    stored = trial._ledger.rounds
+    monkeypatch.setattr(
+        trial, "_ledger", SimpleNamespace(rounds=lambda episode: rounds.append(stored(episode)) or rounds[-1])
+    )
+    keeps = f'sh "$0" "$1"; code=$?; cp -r {folder.split("/")[0]} {tmp_path}; exit $code'
+    report = try_out(["sh", "-c", keeps, str(CLIENTS / script), str(npm_program(package, program))])
+    assert (report.exit_code, report.errors) == (0, [])
+    found = Findings()
+    sessions = list(LogReader(found=found, of_ledger=lambda _: iter(())).read(tmp_path / folder))
+    assert found.files == {kind: 1} and found.causes == {}
+    tokenizer = trial._server._client.renderer.get_tokenizer()
+    answers = [message for session in sessions for message in session.messages if message["role"] == "assistant"]
+    sampled = Counter(tuple(round_.sampled_ids.tolist()) for round_ in rounds[0].result())
+    equal = (Counter(answer_ids(message, tokenizer=tokenizer) for message in answers) & sampled).total()
+    assert equal == (len(answers) if script == "claude.sh" else sampled.total() - 1)
+    assert script == "codex.sh" or len(answers) == sampled.total()
+
+
+def answer_ids(message: dict[str, Any], *, tokenizer: Any) -> tuple[int, ...]:
+    """The ids of an answer up to the token that ends it, as the template writes it."""
+    opening = [{"role": "user", "content": "-"}]
+    asks = tokenizer.apply_chat_template(opening, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([*opening, _as_served(message)], tokenize=False)
+    return tuple(tokenizer.encode(whole[len(asks) :].rstrip("\n"), add_special_tokens=False))

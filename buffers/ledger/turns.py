@@ -1,35 +1,24 @@
 """A branch as a conversation: its tokens as turns with roles, and each turn as text, thoughts, tool calls and tool results.
 
-Used by `learner.page.run_view`. The ledger keeps token ids and no messages, so roles are read off the chat template's own marks,
-which are looked for in the decoded prompts; what was sampled is the assistant's in any case. A template whose marks are not known
-gives `prompt` turns. Invariant: turns are in order and do not overlap; tokens that only open or close a turn may be in none.
+Used by `buffers.ledger.export` and the page. The ledger keeps token ids and no messages, so roles are read off the chat template's
+own marks, which are looked for in the decoded prompts; what was sampled is the assistant's in any case. A template whose marks are
+not known gives `prompt` turns. Invariant: turns are in order and do not overlap; tokens that only open or close a turn may be in
+none.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from buffers.ledger.branches import Branch
 
-# A window of a branch's tokens as bytes: a small head, then arrays that a browser takes as they are. The form: `USPT`, the
-# head's length, the head as JSON, then each array on a multiple of four bytes, little-endian. A token that is part of a
-# character has an empty text; the character stands with its first one.
-
-MAGIC = b"USPT"
-MOST_TOKENS = 4096
 _BROKEN = "�"
 _MOST_PIECES = 8
 """Tokens that one character may be made of."""
-_TYPES = {"int32": "i32", "float32": "f32", "uint8": "u8"}
 
 
 class TokenDecoder:
@@ -72,25 +61,6 @@ def _join(found: list[str], ids: Sequence[int], first: int, *, decoder: TokenDec
             found[first : last + 1] = [text, *[""] * (last - first)]
             return last
     return first
-
-
-def packed(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """The window's bytes. `arrays`: of int32, float32 or uint8."""
-    listed, parts, offset = [], [], 0
-    for name, values in arrays.items():
-        data = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes()
-        listed.append({"name": name, "type": _TYPES[values.dtype.name], "offset": offset})
-        parts.append(data + b"\0" * (-len(data) % 4))
-        offset += len(parts[-1])
-    text = json.dumps({**head, "arrays": listed}, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
-    text += b" " * (-(8 + len(text)) % 8)
-    return b"".join((MAGIC, struct.pack("<I", len(text)), text, *parts))
-
-
-def packed_text(window: bytes) -> str:
-    """The text of the tokens in a window's bytes."""
-    (length,) = struct.unpack_from("<I", window, len(MAGIC))
-    return "".join(json.loads(window[8 : 8 + length])["pieces"])
 
 
 MOST_TURN_CHARS = 65_536
@@ -169,15 +139,20 @@ def turns_of(branch: Branch, *, decoder: TokenDecoder) -> list[Turn]:
 
 def with_text(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> Turn:
     """The turn with what its tokens say. `ids`: those of the turn."""
+    text = words_of(turn, ids, decoder=decoder)
+    return replace(
+        turn, cut=max(0, len(text) - MOST_TURN_CHARS), parts=list(_parts(text[:MOST_TURN_CHARS], role=turn.role))
+    )
+
+
+def words_of(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> str:
+    """What its tokens say, without the marks that open and close it."""
     text = decoder.decode(ids)
     if not turn.sampled:
         opening = _OPENINGS.search(text)
         if opening is not None and not text[: opening.start()].strip():
             text = text[opening.end() :]
-    text = _CLOSINGS.sub("", text)
-    return replace(
-        turn, cut=max(0, len(text) - MOST_TURN_CHARS), parts=list(_parts(text[:MOST_TURN_CHARS], role=turn.role))
-    )
+    return _CLOSINGS.sub("", text)
 
 
 def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: TokenDecoder) -> Iterator[Turn]:
