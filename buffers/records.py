@@ -290,6 +290,20 @@ class Validated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """A group of a task, and what its members scored until now, those at temperature 0 apart."""
+
+    group_id: int
+    task_id: str
+    state: str
+    num_scored: int
+    passes: float
+    """Sum of the scores, each moved into 0 to 1."""
+    version: int
+    """The newest policy version under which a member began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """A position in a run's ledger, as a checkpoint stores it."""
 

@@ -117,6 +117,10 @@ class DataConfig(Section):
     """The columns of data sets: {prompt: question, ground_truth: answer}. One that is not named has our name, or is left out. A
     data set is written once as a task file, in `<run.dir>/.tasks`. No effect on parquet files, which have our names."""
     validation: ValidationConfig = ValidationConfig()
+    sampler: Literal["uniform", "thompson", "pass_rate"] = "uniform"
+    """uniform: each row of a file once an epoch, in an order of its own. thompson, pass_rate: by what a task's own groups scored (0
+    to 1, the share that passed), those near 1/2 first: see buffers/tasks/curriculum.py. With `reward_manager: dapo` a group whose
+    scores are equal nevertheless is replaced."""
     make: list[str] = Field(default_factory=list)
     """Command that writes the task files, validation tasks and `warm_start.demonstrations` when one of them is missing.
     `{python}` is this interpreter."""
@@ -741,6 +745,11 @@ class Config(Section):
         if data.reward_manager == "batch" and not data.scorer:
             raise ValueError(
                 "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
+            )
+        if data.sampler != "uniform" and not data.task_files:
+            raise ValueError(
+                f"data.sampler={data.sampler} draws from data.tasks, which must be set, got ''; set data.tasks=FILE, or leave "
+                f"data.sampler out"
             )
         if data.reward_manager == "dapo" and self.buffer.group_size < 2:
             raise ValueError(

@@ -582,6 +582,7 @@ class Pipeline:
                     opened=parts.buffers.opened,
                     agent_name=parts.players.default,
                     known=self._folder / "task_files.json",
+                    curriculum=parts.buffers.curriculum,
                     warn=self._display.note,
                 )
             )
