@@ -707,7 +707,7 @@ class Config(Section):
                     f"roles.{name}.key_variable must stay from agents, got {role.key_variable}, which agents.environment names; "
                     f"take it out there"
                 )
-            if role.frozen not in (None, 0) and self.rollout.engine != "vllm":
+            if role.frozen is not None and self.rollout.engine != "vllm":
                 raise ValueError(
                     f"roles.{name}.frozen needs an engine of the run's own, got rollout.engine={self.rollout.engine}; set "
                     f"rollout.engine=vllm, or roles.{name}.url"

@@ -279,7 +279,8 @@ def test_an_engine_of_the_run_is_held_to_the_form_of_a_verdict() -> None:
         for one in (ours, make_judge()):
             with suppress(ScoreError):
                 asyncio.run(scored(one, server.url, "abc"))
-        formats = [body.get("response_format") for _, body in server.asked]
-    assert formats[1] is None
-    schema = formats[0]["json_schema"]["schema"]
-    assert schema["required"] == ["reason", "score"]
+        forms = [body.get("structured_outputs") for _, body in server.asked]
+    assert forms[1] is None
+    assert re.fullmatch(forms[0]["regex"], '{"reason": "it counts", "score": 10}')
+    for text in ('{"reason": "", "score": 11}', '{"reason": "a"b", "score": 1}', '{ "reason": "", "score": 1}'):
+        assert not re.fullmatch(forms[0]["regex"], text)
