@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from buffers.disk import until_taken, until_written
-from buffers.errors import AgentError, EpisodeError, ScoreError
-from buffers.records import LeasedEpisode, Task
+from buffers.errors import AgentError, EpisodeClosed, EpisodeError, ScoreError
+from buffers.records import LeasedEpisode, Task, scored_episode
 from buffers.tasks.task_pool import PoolClosed
 from configs.child_processes import clean_environment
 from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
@@ -280,7 +280,7 @@ class AgentPerEpisode:
         try:
             task = Task(**self.service.episode_view(leased.api_key)["task"])
             if self.judge is not None and self.judge.judges(task, exit_code=output.exit_code):
-                score = await self.judge.score(task, output)
+                score = await self._judged(leased, task, output)
                 await self.service.notify_score(leased.episode_id, score, wait_for_disk=True)
                 return
         except EpisodeError:
@@ -289,6 +289,21 @@ class AgentPerEpisode:
             logger.warning("episode=%s was not scored: %s", leased.episode_id, error)
             reason = f"scorer: {error}"
         await self.service.fail(leased.episode_id, reason)
+
+    async def _judged(self, leased: LeasedEpisode, task: Task, output: ProgramOutput) -> float:
+        """The score. Raises ScoreError; EpisodeClosed when the episode ended meanwhile: a judge may wait for its group's others."""
+        assert self.judge is not None
+        scored_episode.set(leased)
+        scoring = asyncio.create_task(self.judge.score(task, output))
+        ended = asyncio.create_task(self.service.wait_ended(leased.episode_id))
+        try:
+            await asyncio.wait({scoring, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not scoring.done():
+                raise EpisodeClosed(f"episode {leased.episode_id} ended before it was judged")
+            return scoring.result()
+        finally:
+            ended.cancel()
+            scoring.cancel()
 
 
 async def _end_soon(child: Child) -> None:

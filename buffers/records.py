@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -114,6 +115,10 @@ class LeasedEpisode:
     """What the episode's environment starts from: the same for all episodes of a group."""
     base_url: str = ""
     """Root of the server process that owns the episode, without /v1."""
+
+
+scored_episode: ContextVar[LeasedEpisode | None] = ContextVar("scored_episode", default=None)
+"""The episode that the running task plays or scores: a scorer may ask a model under its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +292,20 @@ class Validated:
     scores: tuple[float, ...]
     num_failed: int = 0
     """Episodes that have no score, after all their attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """A group of a task, and what its members scored until now, those at temperature 0 apart."""
+
+    group_id: int
+    task_id: str
+    state: str
+    num_scored: int
+    passes: float
+    """Sum of the scores, each moved into 0 to 1."""
+    version: int
+    """The newest policy version under which a member began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,22 @@ class ValidationConfig(Section):
     (pass@k)."""
 
 
+class JudgeConfig(Section):
+    mode: Literal["absolute", "ranking"] = "absolute"
+    """absolute: each answer gets a number. ranking: the answers of a group are shown together, in two orders, and their places are
+    their scores, 0 to 1."""
+    rubric: str = ""
+    """File with what the judge is asked: {task}, and {answer} or (ranking) {answers}, stand for what it judges, and it has to end
+    with a line of JSON. Empty: the one that is shipped, env_adapters/scoring/judge_absolute.txt or judge_ranking.txt."""
+    truth: str = ""
+    """A scorer that knows better, with which the judge is compared (`judge/agreement_truth`); with ranking it scores validation
+    tasks. Empty: none."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of what the judge says."""
+    timeout_s: Seconds = 60.0
+    """Longest time for an answer of the judge. After it the episodes that it was asked about fail, and are retried."""
+
+
 class DataConfig(Section):
     tasks: str | dict[str, Positive] = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or a data set, of the
@@ -120,16 +136,29 @@ class DataConfig(Section):
     """The columns of data sets: {prompt: question, ground_truth: answer}. One that is not named has our name, or is left out. A
     data set is written once as a task file, in `<run.dir>/.tasks`. No effect on parquet files, which have our names."""
     validation: ValidationConfig = ValidationConfig()
+    sampler: Literal["uniform", "thompson", "pass_rate"] = "uniform"
+    """uniform: each row of a file once an epoch, in an order of its own. thompson, pass_rate: by what a task's own groups scored (0
+    to 1, the share that passed), those near 1/2 first: see buffers/tasks/curriculum.py. With `reward_manager: dapo` a group whose
+    scores are equal nevertheless is replaced."""
     make: list[str] = Field(default_factory=list)
     """Command that writes the task files, validation tasks and `sft.demonstrations` when one of them is missing.
     `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """The scorer of plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
-    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
-    URL, or `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
+    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a URL,
+    `model:FOLDER` (a reward model), or `judge`: a language model, which is the role `judge` of `roles`; or one of these for each
+    data_source, `default` for the others."""
+    judge: JudgeConfig = JudgeConfig()
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """All that are named, the default first."""
+        if isinstance(self.scorer, str):
+            return (self.scorer,)
+        return (self.scorer.get("default", ""), *self.scorer.values())
 
     @property
     def task_files(self) -> dict[str, float]:
@@ -555,8 +584,9 @@ RoleName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
 
 
 class RoleConfig(Section):
-    frozen: Annotated[int, Field(lt=0)] | Text | None = None
-    """A model that plays and is never trained: a folder, or -10: the policy as it was 10 versions ago. None: the policy."""
+    frozen: Annotated[int, Field(le=0)] | Text | None = None
+    """A model that plays and is never trained: a folder, or -10: the policy as it was 10 versions ago; 0: the policy as it is, not
+    trained on what it says here. None: the policy, which is."""
     url: str = ""
     """Root of an OpenAI-compatible API that answers in its place (https://HOST/v1). What it says is recorded and never trained."""
     model: str = ""
@@ -656,6 +686,7 @@ class Config(Section):
     def _combinations(self) -> Config:
         learner = self.learner
         self._check_roles()
+        self._check_judge()
         if learner.advantage == "gae" and learner.critic == "none":
             raise ValueError(
                 "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
@@ -770,6 +801,43 @@ class Config(Section):
                     f"with which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
                 )
 
+    def _check_judge(self) -> None:
+        data, judge, role = self.data, self.data.judge, self.roles.get("judge")
+        if "judge" not in data.scorers:
+            if given := list(judge.model_dump(exclude_defaults=True)):
+                raise ValueError(
+                    f"data.judge.{given[0]} has an effect with data.scorer=judge only, got {data.scorer!r}; set "
+                    f"data.scorer=judge, or leave it out"
+                )
+            return
+        if role is None or role.is_trained:
+            raise ValueError(
+                f"data.scorer=judge asks the role 'judge', which must be one that is not trained, got "
+                f"{'no such role' if role is None else 'one that is'}; set roles={{player: {{}}, judge: {{frozen: 0}}}} for the "
+                f"policy itself, or {{frozen: FOLDER}}, or {{url: https://HOST/v1, key_variable: VARIABLE}}"
+            )
+        if judge.mode == "ranking":
+            self._check_ranking()
+
+    def _check_ranking(self) -> None:
+        agents, members = self.agents, self.buffer.group_size + (self.learner.advantage == "remax")
+        if not isinstance(agents.concurrency, int) or agents.concurrency < members:
+            raise ValueError(
+                f"data.judge.mode=ranking has the {members} members of a group wait for one another: agents.concurrency must be a "
+                f"number >= {members}, got {agents.concurrency}; set agents.concurrency={4 * members}"
+            )
+        for key, value in (("fewest_members", agents.fewest_members), ("silence_s", agents.silence_s)):
+            if value is not None:
+                raise ValueError(
+                    f"data.judge.mode=ranking ranks whole groups, whose members wait for one another, got agents.{key}={value}; "
+                    f"leave it out"
+                )
+        if self.data.validation.tasks and self.data.scorers[0] == "judge" and not self.data.judge.truth:
+            raise ValueError(
+                "data.judge.mode=ranking cannot score validation tasks, whose mean place is always 1/2, got data.judge.truth=''; "
+                "set it to what scores them, or leave data.validation.tasks out"
+            )
+
     def _check_harbor(self) -> None:
         harbor = self.env.harbor
         if not harbor.agent:
@@ -805,6 +873,11 @@ class Config(Section):
         if data.reward_manager == "batch" and not data.scorer:
             raise ValueError(
                 "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
+            )
+        if data.sampler != "uniform" and not data.task_files:
+            raise ValueError(
+                f"data.sampler={data.sampler} draws from data.tasks, which must be set, got ''; set data.tasks=FILE, or leave "
+                f"data.sampler out"
             )
         if data.reward_manager == "dapo" and self.buffer.group_size < 2:
             raise ValueError(

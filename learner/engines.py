@@ -246,7 +246,7 @@ def role_models(
             key = os.environ.get(role.key_variable, "") if role.key_variable else ""
             upstreams[name] = Upstream(role.url, model=role.model or name, key=key)
             stack.push_async_callback(upstreams[name].close)
-        elif role.frozen is not None:
+        elif role.frozen not in (None, 0):
             own = vllm_config
             if isinstance(role.frozen, str):
                 other = replace(settings, model_path=Path(role.frozen), lora_rank=0, role_names=(), router_replay=False)
@@ -259,5 +259,6 @@ def role_models(
     roles = None
     if config.roles:
         trained = [name for name in role_names(config) if config.roles[name].is_trained]
-        roles = Roles(trained=trained, frozen=list(engines), others=upstreams)
+        frozen = [name for name, role in config.roles.items() if role.frozen is not None]
+        roles = Roles(trained=trained, frozen=frozen, others=upstreams)
     return RoleModels(roles=roles, engines=engines, upstreams=upstreams, followers=followers)

@@ -220,9 +220,10 @@ class Pipeline:
             learner, starting = self._start_learner(stack, model=model)
             serving = await self._start_serving(stack, model=model, players=players, address=address, weights=weights)
         engine, server, buffers = serving.engine, serving.server, serving.buffers
+        as_it_is = dict.fromkeys((name for name, role in config.roles.items() if role.frozen == 0), engine)
         generation = Generation(
             engine, queue=server.prompt_queue, episodes=server.episodes, rounds=buffers.ledger,
-            blame=partial(self._end_killer, server), frozen=serving.others.engines, adapters=config.adapter_roles,
+            blame=partial(self._end_killer, server), frozen=serving.others.engines | as_it_is, adapters=config.adapter_roles,
             records_experts=config.learner.router_replay,
         )  # fmt: skip
         server.on_ended = generation.forget
@@ -719,6 +720,7 @@ class Pipeline:
                     opened=parts.buffers.opened,
                     agent_name=parts.players.default,
                     known=self._folder / "task_files.json",
+                    curriculum=parts.buffers.curriculum,
                     warn=self._display.note,
                 )
             )

@@ -10,7 +10,11 @@ from agents.workers.config import SHIPPED, read_loops
 from agents.workers.manager import AgentLoopManager
 from buffers.records import Task
 from configs.schema import Config
+from env_adapters.scoring.judge import NAME as JUDGE
+from env_adapters.scoring.judge import Judge, read_rubric
 from env_adapters.scoring.rewards import Rewards
+from learner.startup.run_buffers import num_greedy
+from learner.validation import PREFIX
 from mocked_server.dispatch import PLAIN
 
 
@@ -34,15 +38,19 @@ class Players:
         if self.rewards is not None and (task.agent_name or self.default) not in self.scored_by_environment:
             self.rewards.check(task)
 
+    judge: Judge | None
+    """The language model of `data.scorer=judge`."""
+
     def figures(self) -> dict[str, float]:
-        """Figures of the agent loops since the last call, for a step's line."""
-        return self.loops.figures.take() if self.loops else {}
+        """Figures of agent loops and judge since the last call, for a step's line."""
+        return (self.loops.figures.take() if self.loops else {}) | (self.judge.take() if self.judge else {})
 
 
 def make_players(config: Config) -> Players:
     """Raises TaskError for a scorer or a loop that cannot be used."""
     scorer = config.data.scorer
-    rewards = Rewards(scorer, batch=config.data.reward_manager == "batch") if scorer else None
+    judge = _judge(config) if JUDGE in config.data.scorers else None
+    rewards = Rewards(scorer, batch=config.data.reward_manager == "batch", judge=judge) if scorer else None
     loops, specs = None, read_loops(Path(config.agents.loops)) if config.agents.loops else []
     if specs:
         loops = AgentLoopManager(
@@ -58,10 +66,25 @@ def make_players(config: Config) -> Players:
     only_loops = loops is not None and not config.agents.command and not config.env.command
     return Players(
         rewards=rewards,
+        judge=judge,
         loops=loops,
         names=loops.names | plain if loops is not None and only_loops else None,
         default=_default(config, loops),
         scored_by_environment=environments | agents,
+    )
+
+
+def _judge(config: Config) -> Judge:
+    settings, role = config.data.judge, config.roles[JUDGE]
+    return Judge(
+        read_rubric(settings.rubric, mode=settings.mode),
+        mode=settings.mode,
+        group_size=config.buffer.group_size + num_greedy(config),
+        max_tokens=settings.max_tokens,
+        timeout_s=settings.timeout_s,
+        is_ours=not role.url,
+        truth=Rewards(settings.truth).score if settings.truth else None,
+        unranked=PREFIX,
     )
 
 

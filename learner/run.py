@@ -308,13 +308,14 @@ def check_models(config: Config, *, resume: str) -> None:
 
 def check_scorers(config: Config) -> None:
     """Raises UnderstudyError for a scorer that is not there. It imports the scorer's module."""
-    from env_adapters.scoring import reward_model, rewards
+    from env_adapters.scoring import judge, reward_model, rewards
     from learner.startup.input_check import check_model_folder
     from learner.startup.template_check import check_template
 
-    scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
-    for scorer in filter(None, scorers):
-        if scorer.startswith(reward_model.PREFIX):
+    for scorer in filter(None, [*config.data.scorers, config.data.judge.truth]):
+        if scorer == judge.NAME:
+            judge.read_rubric(config.data.judge.rubric, mode=config.data.judge.mode)
+        elif scorer.startswith(reward_model.PREFIX):
             check_template(
                 check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX)), key="data.scorer"
             )
@@ -327,7 +328,7 @@ def check_other_models(config: Config) -> None:
     from buffers.errors import UnderstudyError
     from learner.placement.plan import of_this_machine
 
-    frozen = next((name for name, role in config.roles.items() if role.frozen is not None), "")
+    frozen = next((name for name, role in config.roles.items() if role.frozen not in (None, 0)), "")
     if frozen and of_this_machine().cards:
         raise UnderstudyError(
             f"roles.{frozen}.frozen has an engine on machines without a GPU only, got {len(of_this_machine().cards)} cards; serve "

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from buffers.did_you_mean import one_of
 from buffers.errors import AgentError, EpisodeError, ScoreError, TaskError, UnderstudyError
-from buffers.records import Episode, Int32, LeasedEpisode, ScoreDetail, Task, UInt8
+from buffers.records import Episode, Int32, LeasedEpisode, ScoreDetail, Task, UInt8, scored_episode
 from buffers.tasks.task_pool import PoolClosed, TaskPool
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 
@@ -151,6 +151,7 @@ class Dispatch:
     async def _run(self, play: Play, episode: Episode) -> None:
         """Play, but no longer than the episode lives; then report how it went."""
         leased = self.open_episode(episode)
+        scored_episode.set(leased)  # of this task, which has no other
         playing = asyncio.ensure_future(play(episode, leased))
         ended = asyncio.ensure_future(self.wait_ended(episode.episode_id))
         try:

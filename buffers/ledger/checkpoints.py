@@ -14,7 +14,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.batches import current_lineage
 from buffers.ledger.episodes import RESTART, evict_group
 from buffers.ledger.group_commit import operation
-from buffers.records import EpisodeState, Position
+from buffers.records import EpisodeState, GroupOutcome, Position
 
 
 @operation(repeatable=True)
@@ -62,6 +62,19 @@ def times_opened(db: sqlite3.Connection) -> dict[str, int]:
     """How many groups of each task were opened: the position in the task files."""
     found = db.execute("SELECT task_id, max(instance) + 1 FROM grp WHERE task_id IS NOT NULL GROUP BY task_id")
     return dict(found.fetchall())
+
+
+@operation(repeatable=True)
+def group_outcomes(db: sqlite3.Connection, since: int) -> list[GroupOutcome]:
+    """The groups of tasks from this id on, in order, without those of validations."""
+    found = db.execute(
+        "SELECT group_id, task_id, grp.state, count(score), total(min(max(score, 0.0), 1.0)), coalesce(max(version), 0) "
+        "FROM grp LEFT JOIN episode USING (group_id) WHERE group_id >= ? AND task_id IS NOT NULL "
+        "AND grp.state NOT IN ('validating', 'validated') AND coalesce(sample_index >= greedy, 1) GROUP BY group_id",
+        (since,),
+    )
+    names = ("group_id", "task_id", "state", "num_scored", "passes", "version")
+    return [GroupOutcome(**dict(zip(names, values, strict=True))) for values in found]
 
 
 def _restore_groups(db: sqlite3.Connection) -> None:

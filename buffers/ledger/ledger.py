@@ -213,6 +213,7 @@ class Ledger:
     position = _method(checkpoints.position)
     restore = _method(checkpoints.restore)
     times_opened = _method(checkpoints.times_opened)
+    group_outcomes = _method(checkpoints.group_outcomes)
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""

@@ -34,6 +34,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         batches.read_rounds, batches.claim, batches.commit_step, batches.release, batches.evict_stale,
         scores.notify_score, scores.settle, scores.score_history, validation.open_validation, validation.validated,
         checkpoints.position, checkpoints.restore, checkpoints.times_opened,
+        checkpoints.group_outcomes,
     )
 }  # fmt: skip
 """All that may be asked of a ledger, beside storing rounds: what is not here does not exist for another process."""

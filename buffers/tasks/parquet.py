@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ class TaskFile:
             self._columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
         self.has_ids = "task_id" in self._columns
         self._starts = [0, *accumulate(self.group_sizes)]
+        self._kept: tuple[int, Any] = (-1, None)
+        """The row group of the last row that was read by its number."""
 
     def ids(self, groups: Sequence[int]) -> list[str]:
         """The task ids of some row groups' rows, in order; no other column is read."""
@@ -154,6 +157,14 @@ class TaskFile:
             taken = [rows[place] for place in some]
             for row, cells in zip(taken, self._pylist(table.take(pa.array(some)), taken), strict=True):
                 yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
+
+    def task(self, row: int) -> Task:
+        """The task of a row; its row group is kept for the next one."""
+        group = bisect_right(self._starts, row) - 1
+        if self._kept[0] != group:
+            self._kept = (group, self._read([group], columns=self._columns))
+        (cells,) = self._pylist(self._kept[1].take(pa.array([row - self._starts[group]])), [row])
+        return self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
 
     def _default_id(self, row: int) -> str:
         return f"{self.path.stem}:{row}"

@@ -23,8 +23,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from buffers.disk import replacing
 from buffers.records import Task
+from buffers.tasks.curriculum import Curriculum, id_hash
 from buffers.tasks.parquet import TaskFile, read_tasks
 
 WINDOW_ROWS = 16_384
@@ -42,12 +45,14 @@ def endless_tasks(
     opened: Mapping[str, int],
     agent_name: str | None = None,
     known: Path | None = None,
+    curriculum: Curriculum | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Task]:
     """The rows in endless turns, without the first `opened[task_id]` turns of each task. `files`: path -> weight.
 
     With several files, whose names must differ, a row's task id is preceded by the file's name: `name::id`. `known`: a file that
     keeps the content with which the run began of each name; `warn` gets a line for another one, whose rows have ids of their own.
+    `curriculum`: draws each file's rows, instead of the order of the module.
     """
     began: dict[str, str] = json.loads(known.read_text(encoding="utf-8")) if known and known.is_file() else {}
     streams = []
@@ -55,7 +60,10 @@ def endless_tasks(
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()[:8]
         is_same = began.setdefault(path.stem, content) == content
-        streams.append(_Stream(path, seed=seed, opened=opened, alone=len(files) == 1, mark="" if is_same else content))
+        stream = _Stream(path, seed=seed, opened=opened, alone=len(files) == 1, mark="" if is_same else content)
+        if curriculum is not None:
+            stream.follow(curriculum)
+        streams.append(stream)
         if streams[-1].mark:
             warn(f"data.tasks={path} has other content than the file of that name before: it begins at its start")
     if known and (not known.is_file() or json.loads(known.read_text(encoding="utf-8")) != began):
@@ -88,6 +96,15 @@ class _Stream:
     def __next__(self) -> Task:
         self.num_taken += 1
         return next(self._rows)
+
+    def follow(self, curriculum: Curriculum) -> None:
+        """Have the rows drawn. All ids are read now, and nothing of them is kept but their hashes."""
+        groups = range(len(self._file.group_sizes))
+        hashes = (id_hash(task_id) for group in groups for task_id in self._ids([group]))
+        rates = curriculum.add_file(self._own, np.fromiter(hashes, np.uint64))
+        self._rows = (
+            self._named(self._file.task(curriculum.draw(rates, number=self.num_taken))) for _ in itertools.count()
+        )
 
     def _look_back(self, opened: Mapping[str, int]) -> int:
         """Find what was taken; returns how many epochs were taken whole."""

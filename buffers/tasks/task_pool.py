@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from buffers.errors import EpisodeClosed, UnderstudyError
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
+from buffers.tasks.curriculum import Curriculum
 from buffers.tasks.parquet import agent_names, read_tasks
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class TaskPool:
         num_greedy: int = 0,
         version: int = 0,
         times_opened: Mapping[str, int] | None = None,
+        curriculum: Curriculum | None = None,
         paused: bool = False,
         on_closed: Callable[[str, str], None] | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
@@ -73,7 +75,8 @@ class TaskPool:
         """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`, `num_greedy`: see
         `Ledger.open_group`; greedy members come beside the `group_size` others.
         `times_opened`: groups of each task that
-        an earlier process of this run opened. `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
+        an earlier process of this run opened. `curriculum`: draws the tasks of a source, and is told what groups scored.
+        `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
         ledger's, in tests."""
         self._ledger = ledger
@@ -98,6 +101,7 @@ class TaskPool:
         self._task_ids: deque[str] = deque()
         self._sources: deque[Iterator[Task]] = deque()
         self._times_opened: Counter[str] = Counter(times_opened or {})
+        self._curriculum = curriculum
         self._waiting: deque[asyncio.Future[Episode]] = deque()
         self._unclaimed: dict[str, Episode] = {}
         self._slots: dict[str, Timer] = {}
@@ -240,6 +244,9 @@ class TaskPool:
     async def set_version(self, version: int, *, oldest: int | None = None) -> None:
         """A new policy is in place: what is too old is evicted, and there is room for new groups. `oldest`: of several policies
         with versions of their own, the lowest; None: there is one."""
+        if self._curriculum is not None:  # before there is room: what the new version opens is drawn by it
+            groups = await asyncio.wrap_future(self._ledger.group_outcomes(self._curriculum.since))
+            self._curriculum.learn(groups, version=version)
         self._version = version
         if self._max_policy_lag is not None:
             least = version if oldest is None else oldest
@@ -266,6 +273,7 @@ class TaskPool:
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
             **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "closed")},
             **({} if admissible is None else {"pool/admissible_groups": admissible}),
+            **(self._curriculum.figures() if self._curriculum else {}),
             **{f"ledger/{name}": number for name, number in self._ledger.balance().items()},
         }
 

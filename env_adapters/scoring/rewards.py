@@ -34,6 +34,8 @@ from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
 from buffers.tasks import reasoning_gym_tasks
 from env_adapters.guarded_calls import CaughtException, Threads
 from env_adapters.scoring import reward_model
+from env_adapters.scoring.judge import NAME as JUDGE
+from env_adapters.scoring.judge import Judge
 from env_adapters.scoring.scorers import COMPARE, SCORERS, SEE_EXIT_CODE, ProgramOutput, truth_of
 
 DEFAULT = "default"
@@ -50,11 +52,15 @@ Batch = Callable[[Sequence[Task], Sequence[str]], list[float]]
 
 
 class Rewards:
-    """`scorer`: one for all tasks, or data source -> scorer, with `default` for the others. `batch`: functions take lists."""
+    """`scorer`: one for all tasks, or data source -> scorer, with `default` for the others. `batch`: functions take lists. `judge`:
+    the scorer of that name."""
 
-    def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False) -> None:
+    def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False, judge: Judge | None = None) -> None:
         named = {DEFAULT: scorer} if isinstance(scorer, str) else dict(scorer)
-        by_name = {name: _Collector(name, batch=batch) for name in set(named.values())}  # a reward model is loaded once
+        by_name: dict[str, _Collector | Judge] = {  # a reward model is loaded once
+            name: judge if judge is not None and name == judge.name else _Collector(name, batch=batch)
+            for name in set(named.values())
+        }
         self._collectors = {source: by_name[name] for source, name in named.items()}
 
     def judges(self, task: Task, *, exit_code: int) -> bool:
@@ -89,7 +95,7 @@ class Rewards:
             )
         return await collector.score(task, answer)
 
-    def _of(self, task: Task) -> _Collector | None:
+    def _of(self, task: Task) -> _Collector | Judge | None:
         return self._collectors.get(task.data_source) or self._collectors.get(DEFAULT)
 
 
@@ -195,7 +201,7 @@ def resolve(name: str, *, batch: bool) -> Batch:
         raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
     if not callable(found):
         raise TaskError(
-            f"data.scorer must be module.function, a URL, {reward_model.PREFIX}FOLDER, or {one_of(name, SCORERS)}"
+            f"data.scorer must be module.function, a URL, {reward_model.PREFIX}FOLDER, or {one_of(name, [*SCORERS, JUDGE])}"
         )
     return partial(_whole, found) if batch else partial(_one_by_one, found)
 

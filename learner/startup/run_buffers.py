@@ -17,6 +17,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Episode, Position, Round
 from buffers.remote.remote_ledger import RemoteLedger
+from buffers.tasks.curriculum import Curriculum
 from buffers.tasks.task_pool import TaskPool
 from configs.child_processes import python_path
 from configs.schema import Config
@@ -36,6 +37,7 @@ class RunBuffers:
     ledger: Ledger
     pool: TaskPool
     rounds: MultiRoundBufferDataset
+    curriculum: Curriculum | None
     opened: dict[str, int]
     """Groups of each task that earlier processes of this run opened."""
     num_replays: int
@@ -100,6 +102,11 @@ async def open_run_buffers(
     opened = await asyncio.wrap_future(ledger.times_opened())
     episodes = await asyncio.wrap_future(ledger.running_episodes())
     rounds = [await asyncio.wrap_future(ledger.rounds(episode.episode_id)) for episode in episodes]
+    version = checkpoint.position.step if checkpoint else 0
+    curriculum, rule = None, config.data.sampler
+    if rule != "uniform":
+        history = await asyncio.wrap_future(ledger.group_outcomes(0))
+        curriculum = Curriculum(rule, seed=config.run.seed, history=history, version=version)
     pool = TaskPool(
         ledger,
         group_size=config.buffer.group_size,
@@ -110,8 +117,9 @@ async def open_run_buffers(
         min_group_size=config.agents.fewest_members,
         num_greedy=num_greedy(config),
         deadline_s=config.agents.deadline_s,
-        version=checkpoint.position.step if checkpoint else 0,
+        version=version,
         times_opened=opened,
+        curriculum=curriculum,
         paused=True,
     )
     pool.adopt_running(episodes)
@@ -121,6 +129,7 @@ async def open_run_buffers(
         rounds=MultiRoundBufferDataset(
             ledger, group_size=config.buffer.group_size, max_attempts=config.agents.max_attempts
         ),
+        curriculum=curriculum,
         opened=opened,
         num_replays=num_replays,
         running=list(zip(episodes, rounds, strict=True)),

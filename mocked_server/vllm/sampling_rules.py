@@ -150,17 +150,27 @@ class SamplingRules:
         self._decoder = msgspec.msgpack.Decoder(SamplingParams)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def apply(self, params: Any, *, prompt: Int32, live: LiveEpisode | None) -> int | None:
+    def apply(self, params: Any, *, prompt: Int32, live: LiveEpisode | None, is_trained: bool = True) -> int | None:
         """Pin `params` (vLLM's SamplingParams, changed in place) to the run's sampling; the first token that may be trained
         (None: no token). Raises RequestRefused naming the field, or the first token of the prompt that the model does not have.
 
-        `live`: its episode; None: it has none, and nothing is recorded."""
+        `live`: its episode; None: it has none, and nothing is recorded. `is_trained`: whether the role is that answers; another may
+        speak for as long as there is room, and at a lower temperature."""
         self._check_prompt(prompt)
         self._check_types(params)
+        asked = params.temperature, params.max_tokens
         self._pin(params, len(prompt), live=live)
+        if not is_trained:
+            room = self._rollout.max_model_len - len(prompt)
+            params.temperature, params.max_tokens = (
+                min(asked[0], self._rollout.temperature),
+                min(asked[1] or room, room),
+            )
         check_sampling(params)
         self._check_values(params)
         constraint = constraint_of(params, self._neutral)
+        if not is_trained:
+            return None
         if constraint is None:
             return 0
         field, num_first = constraint

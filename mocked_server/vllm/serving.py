@@ -294,7 +294,7 @@ class QueueClient:
             live.check_room()
             plan = plan or continue_tokens(live, ids)
         role = self._default_role if call is None else call.role
-        first_trained = self._rules.apply(params, prompt=ids, live=live)
+        first_trained = self._rules.apply(params, prompt=ids, live=live, is_trained=role.is_trained)
         if call is not None and call.extra_args:
             params.extra_args = {**(params.extra_args or {}), **call.extra_args}
         reply = PendingReply()
@@ -307,7 +307,7 @@ class QueueClient:
             reply=reply,
             parent=None if plan is None else plan.parent_index,
             memo=b"" if plan is None else memo_of(plan.chat, plan.cause),
-            first_trained=first_trained if role.is_trained else None,
+            first_trained=first_trained,
             role="" if live is None else role.name,
         )
         return _Generation(prompt, reply, live, plan)

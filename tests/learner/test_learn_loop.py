@@ -164,7 +164,9 @@ async def learning(
         version=start, paused=replays > 0 or started is not None,
     )  # fmt: skip
     rounds = MultiRoundBufferDataset(ledger)
-    buffers = RunBuffers(ledger=ledger, pool=pool, rounds=rounds, opened={}, num_replays=replays, running=[])
+    buffers = RunBuffers(
+        ledger=ledger, pool=pool, rounds=rounds, curriculum=None, opened={}, num_replays=replays, running=[]
+    )
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
     ranks: Any = FakeRanks(dies_in=list(dies_in))

@@ -60,3 +60,8 @@ def early_letters_of_all(tasks: list[Task], answers: list[str]) -> list[float]:
 def two_judges(task: Task, answer: str) -> dict[str, Any]:
     """Early letters and brevity, judged apart, and what would have helped."""
     return {"letters": early_letters(task, answer), "brief": 10.0 / (1 + len(answer)), "hint": "Say abc."}
+
+
+def by_task(task: Task, answer: str) -> float:
+    """0, 1/4, ... or 1, by the digits of the task's id: whatever is sampled, two runs score alike."""
+    return sum(map(int, filter(str.isdigit, task.task_id))) % 5 / 4

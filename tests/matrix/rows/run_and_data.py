@@ -13,6 +13,7 @@ from tests.matrix.scenarios.refusals import REFUSALS
 FOLDERS = "tests/project/test_run_folders.py"
 SFT = "tests/learner/test_sft_loop.py"
 SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
+JUDGE = "tests/env_adapters/scoring/test_judge.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
 
 
@@ -64,6 +65,9 @@ def _data_rows() -> list[Row]:
         Row("data.tasks", "text", "prompts", counted("SELECT count(*) > 0 FROM task WHERE task_id LIKE 'tasks-%'", 1)),
         Row("data.columns", "", "tests/learner/startup/test_hub.py::test_a_data_set_of_the_hub_becomes_a_task_file"),
         Row("data.tasks", "mapping", "mix", _three_of_one_for_each_of_the_other),
+        Row("data.sampler", "uniform", "prompts", lambda ended: expect(not ended.metric("sampler/tasks"), "nothing is drawn by its scores")),
+        Row("data.sampler", "thompson", "mapped", _drawn_by_scores),
+        Row("data.sampler", "pass_rate", "dapo", _drawn_by_scores),
         Row("data.make", "", "mix", lambda ended: expect((ended.files / "many.parquet").is_file(), "many.parquet was made")),
         Row("data.make", "demonstrations missing", "made-demonstrations", _warmed),
         Row("data.validation.tasks", "", "mix", metric("val/tasks", lambda counts: set(counts) == {3})),
@@ -71,6 +75,12 @@ def _data_rows() -> list[Row]:
         Row("data.validation.samples", "", "mix", counted("SELECT count(DISTINCT sample_index) FROM episode JOIN grp USING (group_id) WHERE grp.state = 'validated'", 3)),
         Row("data.scorer", "text", "prompts", _scored_by_letters),
         Row("data.scorer", "mapping", "mix", all_of(metric(letters, lambda means: any(means)), metric(truth, lambda means: len(means) > 0))),
+        Row("data.judge.mode", "absolute", "model-judge", _tenths),
+        Row("data.judge.mode", "ranking", "ranked", _places),
+        Row("data.judge.rubric", "", "model-judge", _asked_by_the_rubric),
+        Row("data.judge.truth", "", "model-judge", metric("judge/agreement_truth", lambda shares: all(0 <= each <= 1 for each in shares))),
+        Row("data.judge.max_tokens", "", "model-judge", counted("SELECT max(num_sampled) BETWEEN 9 AND 300 FROM round WHERE role = 'judge'", 1)),
+        Row("data.judge.timeout_s", "", f"{JUDGE}::test_a_judge_that_is_late_fails_the_whole_group_and_the_next_attempts_are_ranked"),
         Row("data.reward_manager", "naive", "prompts", _scored_by_letters),
         Row("data.reward_manager", "batch", "batch", _scored_as_lists),
         Row("data.reward_manager", "dapo", "dapo", all_of(always("batch/equal_groups", 0), metric("reward/overlong", lambda v: min(v) < 0), _dropped)),
@@ -173,6 +183,30 @@ def _scored_by_letters(ended: Ended) -> str:
     return expect(scores == {0.0, 1.0}, f"scores {sorted(scores)}")
 
 
+def _tenths(ended: Ended) -> str:
+    scores = set(ended.sql("SELECT DISTINCT score FROM episode WHERE state = 'scored'"))
+    trained = ended.sql("SELECT max(CAST(hex(trained) AS INTEGER)) FROM round WHERE role = 'judge'")
+    return expect(
+        scores <= {each / 10 for each in range(11)} and trained == [0], f"scores {sorted(scores)}, none trained"
+    )
+
+
+def _places(ended: Ended) -> str:
+    means = ended.sql(
+        "SELECT avg(score) FROM episode JOIN grp USING (group_id) WHERE grp.state = 'trained' AND episode.state = 'scored' "
+        "GROUP BY group_id"
+    )
+    return expect(means and all(abs(mean - 0.5) < 1e-9 for mean in means), f"mean places of groups: {means}")
+
+
+def _asked_by_the_rubric(ended: Ended) -> str:
+    tokens = ended.sql("SELECT avg(length(body)) FROM round WHERE role = 'judge'")[0]
+    others = ended.others["ranked"].sql("SELECT avg(length(body)) FROM round WHERE role = 'judge'")[0]
+    return expect(
+        tokens < others, f"a question and its answer have {tokens:.0f} bytes, with the shipped rubric {others:.0f}"
+    )
+
+
 def _scored_as_lists(ended: Ended) -> str:
     number = ended.sql("SELECT count(*) FROM episode WHERE score IN (0, 1)")[0]
     return expect(number >= 6, f"{number} answers were scored by a function that takes lists only")
@@ -182,6 +216,12 @@ def _dropped(ended: Ended) -> str:
     buffer = ended.summary["buffer"]
     number = buffer.get("evicted/no variance", 0)
     return expect(number > 0, f"{number} groups evicted without variance")
+
+
+def _drawn_by_scores(ended: Ended) -> str:
+    trained = ended.sql("SELECT count(DISTINCT task_id) FROM trained JOIN grp USING (group_id)")[0]
+    tried = ended.metric("sampler/tasks")
+    return expect(tried[-1] >= trained > 0, f"{tried} tasks had scores, {trained} were trained")
 
 
 def _named_by_its_own_validation(ended: Ended) -> str:

@@ -46,6 +46,15 @@ MIX: dict[str, Any] = {
 }
 
 
+JUDGED: dict[str, Any] = {
+    "data.scorer": "judge",
+    "data.judge.truth": "tests.support.scoring.early_letters",
+    "roles": {"player": {}, "judge": {"frozen": 0}},
+    "rollout.max_model_len": 3072,
+}
+"""The policy judges itself."""
+
+
 def data_runs() -> list[Run]:
     """See each."""
     return [
@@ -74,14 +83,22 @@ def data_runs() -> list[Run]:
             name="mapped",
             settings={
                 **PROMPTS, "data.scorer": "tests.support.scoring.two_judges", "learner.advantage": "gdpo",
-                "learner.critic": "none",
+                "learner.critic": "none", "data.sampler": "thompson",
             },
             files=prompts,
         ),
         Run(
+            name="model-judge",
+            settings={
+                **PROMPTS, **JUDGED, "data.judge.rubric": "{files}/rubric.txt", "data.judge.max_tokens": 300,
+            },
+            files=_rubric,
+        ),
+        Run(name="ranked", settings={**PROMPTS, **JUDGED, "data.judge.mode": "ranking"}, files=prompts),
+        Run(
             name="dapo",
             settings={
-                **PROMPTS, "data.reward_manager": "dapo", "rollout.max_tokens": 6, "run.steps": 3,
+                **PROMPTS, "data.reward_manager": "dapo", "data.sampler": "pass_rate", "rollout.max_tokens": 6, "run.steps": 3,
                 "buffer.group_size": 2, "buffer.groups_per_step": 4,
                 "model.path": "{files}/model", "rollout.engine_args": {"enable_prefix_caching": False},
             },
@@ -106,6 +123,11 @@ def _make(folder: Path) -> None:
 
 def _tasks_and_make(folder: Path) -> None:
     _make(folder)
+    prompts(folder)
+
+
+def _rubric(folder: Path) -> None:
+    (folder / "rubric.txt").write_text("Is it good? {task} -> {answer}")
     prompts(folder)
 
 
