@@ -19,8 +19,8 @@ address=$ip:6379
 RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 # Seconds for every node to join; imports from a shared file system are slow.
-export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 # Starts Ray on each node and the command on the first, and stops all that is Ray's on these nodes when it has ended.
 exec srun --ntasks-per-node=1 --cpu-bind=none \
-  ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --disable-usage-stats --include-dashboard=false -- \
+  ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --disable-usage-stats -- \
   env RAY_ADDRESS="$address" understudy run --resume auto "$@"
