@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Images of Python like to set it. Without bytecode each process compiles vLLM and transformers anew: an import takes 13 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long matrix mutants agents faults seams check check-one lint fast ci setup format docs clean
+.PHONY: demo test test-long matrix mutants agents faults seams check check-one lint fast ci setup format docs site clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -82,6 +82,13 @@ docs: $(READY)  ## write the pages that are made from code and from the benchmar
 	$(PY) -m configs.keys --markdown > docs/configuration.md
 	$(PY) scripts/code_map.py > docs/code-map.md
 	$(PY) scripts/made_pages.py --write
+
+SITE := mkdocs-material==9.8.2 mkdocs-same-dir==0.1.5
+site: $(READY)  ## the documents as a site, in build/site
+	$(PY) -m venv $(VENV)/site
+	$(VENV)/site/bin/python -m pip install --quiet --disable-pip-version-check $(SITE)
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/site/bin/mkdocs build --strict
+	cp LICENSE build/site/
 
 clean:
 	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import tomllib
 from importlib.metadata import requires
 from pathlib import Path
@@ -16,8 +17,12 @@ PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def of_project(extras: list[str]) -> list[str]:
-    """What the project needs, with these extras."""
+    """What the project needs, with these extras. Exits with a line for one that it has not."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    if unknown := set(extras) - set(project["optional-dependencies"]):
+        sys.exit(
+            f"an extra must be one of {', '.join(project['optional-dependencies'])}, got {', '.join(sorted(unknown))}"
+        )
     found: list[str] = project["dependencies"] + [
         r for extra in extras for r in project["optional-dependencies"][extra]
     ]

