@@ -57,7 +57,7 @@ class EnvAdapter(ABC):
 
     @property
     def player(self) -> int:
-        """Who answers the last messages, of an environment with several players: 0, 1, ..."""
+        """The player who answers the last messages, of an environment with several: 0, 1, ..."""
         return 0
 
     async def scores(self) -> list[float]:
@@ -118,9 +118,10 @@ class WithDeadlines(EnvAdapter):
 
     async def scores(self) -> list[float]:
         scores = await self._call("score", self._adapter.scores())
-        if all(isinstance(score, bool | int | float) and math.isfinite(score) for score in scores):
-            return [float(score) for score in scores]
-        raise self._failure("score", f"must give a finite number, got {scores!r:.100}", what="wrong answer")
+        for score in scores:
+            if not isinstance(score, bool | int | float) or not math.isfinite(score):
+                raise self._failure("score", f"must give a finite number, got {score!r:.100}", what="wrong answer")
+        return [float(score) for score in scores]
 
     async def close(self) -> None:
         """See `Adapter.close`; it may follow a failure."""

@@ -1,8 +1,8 @@
 """A game of TextArena, for one player or several. A task says which: `extra_info` has `game`, `players`, `options`, `seed`.
 
 Made by `env_adapters.adapter`; `data.tasks: textarena://NAME` makes such tasks. Invariants: a game is made and played in one
-thread; the player whose turn it is reads what was said since its last move; an invalid move is the game's to answer, and scores are its
-rewards for each player. A game that is cut short scores 0.
+thread; the player whose turn it is reads what was said since its last move; an invalid move is the game's to answer, and scores
+are its rewards for each player. A game that is cut short scores 0.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Players:
     scored_by_environment: Set[str | None]
     """Players (None: agents) whose environments score: `data.scorer` never judges what they do."""
     environments: Mapping[str | None, Callable[[Task], None]] = field(default_factory=dict)
-    """The check of the tasks that a loop plays in an environment of ours."""
+    """The check of the tasks that a loop plays in an environment, by its name."""
 
     def check(self, task: Task) -> None:
         """Raises TaskError for a row of a task file that its environment cannot play, or whose answers `data.scorer` cannot
@@ -68,16 +68,14 @@ def make_players(config: Config) -> Players:
         names=loops.names | plain if loops is not None and only_loops else None,
         default=_default(config, loops),
         scored_by_environment={spec.name for spec in environments} | agents,
-        environments={
-            spec.name: _check_of(spec, config) for spec in environments if spec.arguments.get("env") in ADAPTERS
-        },
+        environments={spec.name: _check_of(spec, config) for spec in environments},
     )
 
 
 def _check_of(spec: LoopSpec, config: Config) -> Callable[[Task], None]:
     """Refuses tasks that the environment of a loop cannot play, or for which it has too few roles. Raises TaskError for roles that
     cannot play."""
-    roles = spec.arguments.get("roles") or ()
+    env, roles = spec.arguments.get("env"), spec.arguments.get("roles") or ()
     for role in roles:
         if role not in config.roles or config.roles[role].url:
             served = ", ".join(name for name, each in config.roles.items() if not each.url) or "none"
@@ -88,7 +86,7 @@ def _check_of(spec: LoopSpec, config: Config) -> Callable[[Task], None]:
 
     def check(task: Task) -> None:
         try:
-            players = adapter_class(spec.arguments["env"]).check(task)
+            players = adapter_class(env).check(task) if env in ADAPTERS else 1  # a user's is imported by workers alone
         except EnvError as error:
             raise TaskError(str(error)) from None
         if roles and players > len(roles):

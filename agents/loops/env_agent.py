@@ -49,7 +49,7 @@ class EnvAgentSettings(BaseModel):
     deadline_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one call of the environment."""
     roles: tuple[str, ...] = ()
-    """Who plays each player of the environment, in order: roles of the run, each once. Empty: the policy plays them all."""
+    """Roles of the run that play the environment's players, in order, each once. Empty: the policy plays them all."""
 
     @field_validator("roles")
     @classmethod
@@ -108,13 +108,13 @@ class _Episode:
         messages = await self._timed(self._adapter.reset(_task(row), seed=int(row.get("seed") or 0)))
         step = Step(messages=messages, done=False)
         while not step.done and self._num_steps < self._settings.max_steps:
-            if (trajectory := await self._told(self._short(step.messages))) is None:
+            if (trajectory := await self._turn(self._short(step.messages))) is None:
                 break
             step = await self._step(trajectory)
         return await self._outputs(done=step.done)
 
-    async def _told(self, messages: list[Message]) -> Trajectory | None:
-        """The trajectory of the player whose turn it is, with what it is told; None: there is no room for an answer."""
+    async def _turn(self, messages: list[Message]) -> Trajectory | None:
+        """The trajectory of the player whose turn it is, with these messages; None: there is no room for an answer."""
         player, roles = self._adapter.player, self._settings.roles
         if (trajectory := self._trajectories.get(player)) is not None:
             return trajectory if await trajectory.say(messages) else None

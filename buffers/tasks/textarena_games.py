@@ -81,10 +81,12 @@ def players_of(name: str, *, players: int, options: Mapping[str, Any]) -> int:
     refusals = []
     for number in (players,) if players else NUMBERS:
         try:
-            Game(name, players=number, options=options, seed=0)
-            return number
+            game = Game(name, players=number, options=options, seed=0)
         except ValueError as error:
             refusals.append(error)
+        else:
+            game.try_out()
+            return number
     raise refusals[0]
 
 
@@ -119,6 +121,7 @@ class Game:
 
     def __init__(self, name: str, *, players: int, options: Mapping[str, Any], seed: int) -> None:
         self.num_players = players
+        self._name = name
         _DRAWN.seed(seed)
         self._env, self._spellings = _made(name, options)
         try:
@@ -155,6 +158,13 @@ class Game:
             self._turn = self._env.get_observation()
         return bool(done)
 
+    def try_out(self) -> None:
+        """Makes a move that is none. Raises ValueError for a game that fails at that: some fail at each move."""
+        try:
+            self.move("")
+        except FAULTS as error:
+            raise ValueError(f"{self._name} {_why(error)}") from error
+
     def scores(self) -> list[float]:
         """Each player's reward; 0 before the end, and for those whom the game gives none."""
         rewards = self._env.state.rewards or {}
@@ -190,24 +200,39 @@ def _made(name: str, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[st
     """(game, what its wrappers make of a move). Its observations are left as they come, turn by turn: wrappers would repeat all
     that was said before. Raises ValueError."""
     registry = _registry()
-    from textarena import ActionWrapper, Wrapper, make
+    from textarena import ActionWrapper
 
     if name not in registry:
         near = get_close_matches(name, registry, n=3) or ["TicTacToe-v0", "GuessTheNumber-v0", "KuhnPoker-v0"]
         raise ValueError(f"{name!r:.80} must be one of TextArena's {len(registry)} games; {', '.join(near)} are some")
+    entry = registry[name]
     try:
-        importlib.import_module(registry[name].entry_point.partition(":")[0])
-        for module_name, module in list(sys.modules.items()):
-            if module_name.partition(".")[0] == PACKAGE:
-                _seal(module)
-        env, spellings = make(name, **options), []
+        env = _own_class(entry.entry_point)(**{**entry.kwargs, **options})
     except FAULTS as error:
         raise ValueError(f"{name} with options {dict(options)} {_why(error)}") from error
-    while isinstance(env, Wrapper):
-        if isinstance(env, ActionWrapper):
-            spellings.append(env.action)
-        env = env.env
-    return env, spellings
+    wrappers = [wrapper for wrapper in entry.default_wrappers or () if issubclass(wrapper, ActionWrapper)]
+    return env, [wrapper(env).action for wrapper in reversed(wrappers)]
+
+
+def _own_class(entry_point: str) -> type:
+    """A game's class, of modules that no other game has: games keep things there (a shuffled deck, the state of a search)."""
+    module, _, kind = entry_point.partition(":")
+    package = module.rpartition(".")[0]
+    with _IMPORTING:
+        kept = {name: sys.modules.pop(name) for name in _loaded(package)}
+        try:
+            found: type = getattr(importlib.import_module(module), kind)
+            for name in _loaded(PACKAGE):
+                _seal(sys.modules[name])
+        finally:
+            for name in _loaded(package):
+                del sys.modules[name]
+            sys.modules.update(kept)
+    return found
+
+
+def _loaded(package: str) -> list[str]:
+    return [name for name in list(sys.modules) if f"{name}.".startswith(f"{package}.")]
 
 
 def _why(error: BaseException) -> str:
@@ -237,6 +262,7 @@ class _Drawn(threading.local):
 
 
 _DRAWN = _Drawn()
+_IMPORTING = threading.Lock()
 
 
 class _InPlaceOf:

@@ -166,7 +166,7 @@ class TokenRoute:
 
 
 def _role() -> Role:
-    """Who answers the current request."""
+    """The role that answers the current request."""
     call = current_call.get()
     return NO_ROLE if call is None else call.role
 

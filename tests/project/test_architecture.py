@@ -70,6 +70,7 @@ OWNERS = {
     "gymnasium": {"env_adapters/gymnasium_env.py"},
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},
+    "textarena": {"buffers/tasks/textarena_games.py"},
     "harbor": {"agents/harbor/provider/*.py"},
     "inspect_ai": {"agents/examples/*.py"},
     "lm_eval": {"agents/examples/*.py"},

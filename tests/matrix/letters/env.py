@@ -36,8 +36,8 @@ class Letters(EnvAdapter):
 
 
 class Duel(EnvAdapter):
-    """Two players say something in turn, twice each. Who says more letters of the first half of the alphabet gets 1, the other -1; a
-    game that is cut short is nobody's."""
+    """Two players say something in turn, twice each. Who says the larger share of letters of the first half of the alphabet gets
+    1, the other -1; a game that is cut short is nobody's."""
 
     def __init__(self) -> None:
         self._said: list[str] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from buffers.errors import EnvError
 from buffers.records import Task
-from buffers.tasks.textarena_games import names, players_of
+from buffers.tasks.textarena_games import in_time, names, players_of
 from env_adapters.adapter import WithDeadlines
 from env_adapters.textarena_env import TextArenaEnv
 
@@ -34,7 +34,7 @@ NONSENSE = (
     "[[[",
     "[١] ß",
 )
-WORDS = "up left fold call cooperate hit stand pass a e2e4 rock draw bet".split()
+WORDS = ("up", "left", "fold", "call", "cooperate", "hit", "stand", "pass", "a", "e2e4", "rock", "draw", "bet")
 
 
 def drawn_move(chance: random.Random, *, told: str) -> str:
@@ -49,16 +49,14 @@ def drawn_move(chance: random.Random, *, told: str) -> str:
 
 async def played(name: str, *, seed: int) -> dict[str, object]:
     """How a game went; or why it is refused."""
+    info = {"game": name, "options": {}, "seed": seed}
     try:
-        players = players_of(name, players=0, options={})
-    except ValueError as error:
+        players = in_time(lambda: players_of(name, players=0, options={}))
+        report = {"name": name, "players": players}
+        report["checked"] = TextArenaEnv.check(Task(task_id=name, prompt=[], extra_info={**info, "players": players}))
+    except (ValueError, EnvError) as error:
         return {"name": name, "refused": str(error)}
-    info = {"game": name, "players": players, "options": {}, "seed": seed}
-    report = {
-        "name": name,
-        "players": players,
-        "checked": TextArenaEnv.check(Task(task_id=name, prompt=[], extra_info=info)),
-    }
+    info["players"] = players
     adapter, chance, heard = WithDeadlines(TextArenaEnv(), deadline_s=30.0), random.Random(seed), hashlib.sha256()
     said, done, moves = {}, False, 0
     try:
