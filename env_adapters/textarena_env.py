@@ -28,7 +28,7 @@ class TextArenaEnv(EnvAdapter):
 
     async def reset(self, task: dict[str, Any], *, seed: int) -> list[Message]:
         """A task without a seed of its own is played with the group's."""
-        named = _named(task.get("extra_info") or {}, task_id=task.get("task_id"))
+        named = _named(task.get("extra_info") or {}, task_id=str(task.get("task_id")))
         self._thread = WorkerThread(f"textarena {named['name']}")
         self._game = await self._thread.call(lambda: _begun({"seed": seed, **named}))
         return [user(self._game.told())]

@@ -29,7 +29,7 @@ OWN = ("size", "seed", "players", "agent")
 """Settings of an address that are not the game's: number of tasks, seed of the first one, number of players, their `agent_name`."""
 SIZE = 500
 START_S = 30
-NUMBERS = (2, 1, *range(3, 16))
+NUMBERS: tuple[int, ...] = (2, 1, *range(3, 16))
 """Numbers of players, in the order in which they are tried."""
 INVALID = -1.0
 FAULTS = (
@@ -79,7 +79,8 @@ def players_of(name: str, *, players: int, options: Mapping[str, Any]) -> int:
     does."""
     _made(name, options)
     refusals = []
-    for number in (players,) if players else NUMBERS:
+    numbers: tuple[int, ...] = (players,) if players else NUMBERS
+    for number in numbers:
         try:
             game = Game(name, players=number, options=options, seed=0)
         except ValueError as error:

@@ -7,11 +7,14 @@ import asyncio
 import pytest
 from transformers import AutoTokenizer
 
+from agents.agent_loop import AgentLoopOutput
 from agents.loops.env_agent import EnvAgentLoop
 from agents.loops.single_turn_agent import SingleTurnAgentLoop
 from agents.workers.config import LoopSpec
-from agents.workers.worker import AgentLoopWorker, WorkerSettings
+from agents.workers.manager import AgentLoopManager
+from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError, EnvError, TaskError
+from buffers.records import Task
 from env_adapters.walk.game import walk_tasks
 from tests.support.loop_parts import LOGPROB, ScriptedServer, make_loop
 from tests.support.run_parts import assert_nothing_left, start
@@ -86,6 +89,16 @@ async def test_roles_of_the_run_play_the_players_and_what_the_policy_does_not_sa
     new, old = await loop.run({}, **ROW)
     assert server.models == ["new", "old", "new", "old"] and (new.role, old.role) == ("new", "old")
     assert text_of(tokenizer, new, mask=1) == "ab<|im_end|>" * 2 and set(old.response_mask) == {0}
+
+
+async def test_an_episodes_score_is_the_mean_over_the_players_that_are_trained():
+    outputs = tuple(
+        AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[mask], reward_score=score)
+        for mask, score in ((1, 1.0), (1, 0.5), (0, -1.0))
+    )
+    manager, task = AgentLoopManager([], num_workers=1), Task(task_id="t", prompt=[])
+    assert await manager._judge(task, LoopResult(outputs=outputs)) == 0.75
+    assert await manager._judge(task, LoopResult(outputs=outputs[2:])) == -1.0, "nobody's is trained"
 
 
 async def test_a_game_that_is_cut_short_is_scored_and_one_turn_is_one_trajectory(tokenizer):

@@ -10,6 +10,7 @@ import random
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -75,6 +76,12 @@ async def played(name: str, *, seed: int) -> dict[str, object]:
     return {**report, "done": done, "moves": moves, "turns": turns, "heard": heard.hexdigest()}
 
 
+def draws() -> None:
+    while True:
+        random.random()
+        time.sleep(0.001)
+
+
 async def main(at_once: int) -> None:
     room = asyncio.Semaphore(at_once)
 
@@ -88,5 +95,5 @@ async def main(at_once: int) -> None:
 if __name__ == "__main__":
     sys.stdout = sys.stderr  # some games print
     if (at_once := int(sys.argv[1])) > 1:  # others in the process draw random numbers too
-        threading.Thread(target=lambda: [random.random() for _ in iter(int, 1)], daemon=True).start()
+        threading.Thread(target=draws, daemon=True).start()
     asyncio.run(main(at_once))
