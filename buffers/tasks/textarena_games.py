@@ -53,17 +53,20 @@ def task_rows(address: str) -> Iterator[dict[str, Any]]:
     for key, value, least in (("size", size, 1), ("seed", seed, 0), ("players", players, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{key} of {address} must be a whole number from {least} on, got {value!r}")
-    with redirect_stdout(sys.stderr):
-        players = in_time(partial(players_of, name, players=players, options=given))
-        for index in range(size):
-            told = in_time(partial(_first_words, name, players=players, options=given, seed=seed + index))
-            yield {
-                "task_id": f"{name}:{index}",
-                "prompt": [{"role": "user", "content": told}],
-                "data_source": f"{SCHEME}{name}",
-                "agent_name": str(agent),
-                "extra_info": {"game": name, "players": players, "options": given, "seed": seed + index},
-            }
+    try:
+        with redirect_stdout(sys.stderr):
+            players = in_time(partial(players_of, name, players=players, options=given))
+            for index in range(size):
+                words = in_time(partial(_first_words, name, players=players, options=given, seed=seed + index))
+                yield {
+                    "task_id": f"{name}:{index}",
+                    "prompt": [{"role": "user", "content": words}],
+                    "data_source": f"{SCHEME}{name}",
+                    "agent_name": str(agent),
+                    "extra_info": {"game": name, "players": players, "options": given, "seed": seed + index},
+                }
+    except ValueError as error:
+        raise ValueError(f"{address}: {error}") from error
 
 
 def _value(text: str) -> Any:
@@ -181,7 +184,7 @@ def _number(reward: Any) -> float:
 def _registry() -> Mapping[str, Any]:
     """Name -> TextArena's entry. Raises ValueError where the package is missing."""
     if not is_installed():
-        raise ValueError(f"{SCHEME} needs the package textarena, got none; pip install textarena")
+        raise ValueError("TextArena needs the package textarena, got none; pip install textarena")
     import nltk
     from textarena.envs.registration import ENV_REGISTRY
 
@@ -210,7 +213,7 @@ def _made(name: str, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[st
     try:
         env = _own_class(entry.entry_point)(**{**entry.kwargs, **options})
     except FAULTS as error:
-        raise ValueError(f"{name} with options {dict(options)} {_why(error)}") from error
+        raise ValueError(f"{name}{f' with {dict(options)}' if options else ''} {_why(error)}") from error
     wrappers = [wrapper for wrapper in entry.default_wrappers or () if issubclass(wrapper, ActionWrapper)]
     return env, [wrapper(env).action for wrapper in reversed(wrappers)]
 

@@ -36,7 +36,7 @@ def players(folder: Path, *, env: str = "textarena", roles: list[str] | None = N
 
 
 def test_tasks_of_a_package_that_is_missing_are_refused_with_what_to_install() -> None:
-    with pytest.raises(ValueError, match=r"textarena:// needs the package textarena, got none; pip install textarena"):
+    with pytest.raises(ValueError, match=r"TicTacToe-v0: TextArena needs the package textarena, got none; pip install"):
         next(textarena_games.task_rows("textarena://TicTacToe-v0"))
 
 
