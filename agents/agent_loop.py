@@ -61,7 +61,10 @@ class AgentLoopOutput(BaseModel):
     routed_experts: None = None
     """verl's; experts are not replayed here."""
     reward_score: float | None = None
-    """The trajectory's own score. None: `data.scorer` judges, or the tools do; or it shares that of the others."""
+    """The trajectory's own score, of its `role` where it has one. None: `data.scorer` judges, or the tools do; or it shares that
+    of the others."""
+    role: str = ""
+    """The role of the run that spoke in it, of each trajectory another one; empty: the policy, or the first role."""
     step_rewards: list[float] | None = None
     """One reward for each answer of the model, in order, beside the score: credited to that answer and those before it."""
     num_turns: int = 0

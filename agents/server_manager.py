@@ -43,6 +43,7 @@ class TokenOutput(list[int]):
         stop_reason: str = "completed",
         versions: Sequence[int] = (),
         num_preempted: int = 0,
+        is_trained: bool = True,
     ) -> None:
         super().__init__(token_ids)
         self.log_probs = list(log_probs)
@@ -52,6 +53,8 @@ class TokenOutput(list[int]):
         self.versions = list(versions)
         """[S] policy version that sampled each id."""
         self.num_preempted = num_preempted
+        self.is_trained = is_trained
+        """Whether the policy answered; False: another role of the run."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -77,11 +80,12 @@ class AsyncLLMServerManager:
         return view
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], model: str = "", **_: Any
     ) -> TokenOutput:
-        """Sample after `prompt_ids` [P]. `request_id` is verl's: the server knows its episodes by their keys. Raises
-        ServerUnavailable when the server did not answer within the patience, AgentError when it refuses the request."""
-        body = {"prompt_ids": prompt_ids, "sampling_params": sampling_params}
+        """Sample after `prompt_ids` [P]. `request_id` is verl's: the server knows its episodes by their keys. `model`: a role of
+        the run; empty: the first of them. Raises ServerUnavailable when the server did not answer within the patience, AgentError
+        when it refuses the request."""
+        body = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, **({"model": model} if model else {})}
         until = time.monotonic() + self._patience_s
         while True:
             try:

@@ -655,7 +655,7 @@ class Config(Section):
     roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
     """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
     path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
-    model is named (agent loops, plain prompts), the first of these is asked. Empty: there are no roles."""
+    model is named (an agent loop without `roles`, plain prompts), the first of these is asked. Empty: there are no roles."""
 
     @property
     def has_ledger(self) -> bool:

@@ -55,6 +55,21 @@ class EnvAdapter(ABC):
     async def score(self) -> float:
         """The episode's score; may be asked before the end, when a limit cut the episode short."""
 
+    @property
+    def player(self) -> int:
+        """The player who answers the last messages, of an environment with several: 0, 1, ..."""
+        return 0
+
+    async def scores(self) -> list[float]:
+        """Each player's score; of one player, its `score`."""
+        return [await self.score()]
+
+    @classmethod
+    def check(cls, task: Task) -> int:
+        """The number of players of a task. Raises EnvError for a task that cannot be played: that is known before anything
+        starts."""
+        return 1
+
     async def close(self) -> None:
         """Give back what the episode holds. Called once, also after a failure."""
         return
@@ -94,11 +109,19 @@ class WithDeadlines(EnvAdapter):
         self._checked(step.messages, name="step", least=0 if step.done else 1)
         return step
 
+    @property
+    def player(self) -> int:
+        return self._adapter.player
+
     async def score(self) -> float:
-        score = await self._call("score", self._adapter.score())
-        if isinstance(score, bool | int | float) and math.isfinite(score):
-            return float(score)
-        raise self._failure("score", f"must give a finite number, got {score!r:.100}", what="wrong answer")
+        return (await self.scores())[0]
+
+    async def scores(self) -> list[float]:
+        scores = await self._call("score", self._adapter.scores())
+        for score in scores:
+            if not isinstance(score, bool | int | float) or not math.isfinite(score):
+                raise self._failure("score", f"must give a finite number, got {score!r:.100}", what="wrong answer")
+        return [float(score) for score in scores]
 
     async def close(self) -> None:
         """See `Adapter.close`; it may follow a failure."""
@@ -152,6 +175,7 @@ ADAPTERS = {
     "guessing_game": "env_adapters.guessing_game.GuessingGame",
     "gymnasium": "env_adapters.gymnasium_env.GymnasiumEnv",
     "openenv": "env_adapters.openenv.OpenEnv",
+    "textarena": "env_adapters.textarena_env.TextArenaEnv",
     "verifiers": "env_adapters.verifiers_env.VerifiersEnv",
     "walk": "env_adapters.walk.game.WalkEnv",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import queue
 import threading
 from collections.abc import Awaitable, Callable
@@ -127,8 +128,11 @@ class WorkerThread:
         self._calls.put(None)
 
     async def end(self, last: Callable[[], object]) -> None:
-        """`last()`, and then the thread ends. Not waited for when an earlier call hangs."""
+        """`last()`, and then the thread ends. Not waited for when an earlier call hangs, which is interrupted if it runs Python:
+        else it would take its share of the interpreter's time for ever."""
         hangs = self._last is not None and not self._last.done()
+        if hangs and self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
         call = self.submit(last)
         self.finish()
         if not hangs:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from agents.workers.config import SHIPPED, read_loops
+from agents.workers.config import SHIPPED, LoopSpec, read_loops
 from agents.workers.manager import AgentLoopManager
+from buffers.errors import EnvError, TaskError
 from buffers.records import Task
 from configs.schema import Config
+from env_adapters.adapter import ADAPTERS, adapter_class
 from env_adapters.scoring.judge import NAME as JUDGE
 from env_adapters.scoring.judge import Judge, read_rubric
 from env_adapters.scoring.rewards import Rewards
@@ -32,9 +34,14 @@ class Players:
     """The player of rows that name no agent; None: any agent that asks."""
     scored_by_environment: Set[str | None]
     """Players (None: agents) whose environments score: `data.scorer` never judges what they do."""
+    environments: Mapping[str | None, Callable[[Task], None]] = field(default_factory=dict)
+    """The check of the tasks that a loop plays in an environment, by its name."""
 
     def check(self, task: Task) -> None:
-        """Raises TaskError for a row of a task file whose answers `data.scorer` cannot judge."""
+        """Raises TaskError for a row of a task file that its environment cannot play, or whose answers `data.scorer` cannot
+        judge."""
+        if (check := self.environments.get(task.agent_name or self.default)) is not None:
+            check(task)
         if self.rewards is not None and (task.agent_name or self.default) not in self.scored_by_environment:
             self.rewards.check(task)
 
@@ -61,7 +68,7 @@ def make_players(config: Config) -> Players:
             here=config.run.debug,
         )
     plain = {PLAIN} if scorer else set()
-    environments = {spec.name for spec in specs if spec.target == SHIPPED["env_agent"]}
+    environments = [spec for spec in specs if spec.target == SHIPPED["env_agent"]]
     agents = {None} if config.agents.command and config.agents.processes else set()
     only_loops = loops is not None and not config.agents.command and not config.env.command
     return Players(
@@ -70,7 +77,8 @@ def make_players(config: Config) -> Players:
         loops=loops,
         names=loops.names | plain if loops is not None and only_loops else None,
         default=_default(config, loops),
-        scored_by_environment=environments | agents,
+        scored_by_environment={spec.name for spec in environments} | agents,
+        environments={spec.name: _check_of(spec, config) for spec in environments},
     )
 
 
@@ -86,6 +94,32 @@ def _judge(config: Config) -> Judge:
         truth=Rewards(settings.truth).score if settings.truth else None,
         unranked=PREFIX,
     )
+
+
+def _check_of(spec: LoopSpec, config: Config) -> Callable[[Task], None]:
+    """Refuses tasks that the environment of a loop cannot play, or for which it has too few roles. Raises TaskError for roles that
+    cannot play."""
+    env, roles = spec.arguments.get("env"), spec.arguments.get("roles") or ()
+    for role in roles:
+        if role not in config.roles or config.roles[role].url:
+            served = ", ".join(name for name, each in config.roles.items() if not each.url) or "none"
+            raise TaskError(
+                f"agents.loops, {spec.name}: roles must be of the run's that it serves itself ({served}), got {role!r:.60}; add "
+                f"it to roles, without a url"
+            )
+
+    def check(task: Task) -> None:
+        try:
+            players = adapter_class(env).check(task) if env in ADAPTERS else 1  # a user's is imported by workers alone
+        except EnvError as error:
+            raise TaskError(str(error)) from None
+        if roles and players > len(roles):
+            raise TaskError(
+                f"agents.loops, {spec.name}: roles must name who plays each of the {players} players of {task.task_id!r:.60}, got "
+                f"{', '.join(roles)}; add {players - len(roles)}"
+            )
+
+    return check
 
 
 def _default(config: Config, loops: AgentLoopManager | None) -> str | None:

@@ -196,6 +196,8 @@ class Trajectory(Protocol):
     @property
     def reward_score(self) -> float | None: ...
     @property
+    def role(self) -> str: ...
+    @property
     def step_rewards(self) -> list[float] | None: ...
 
 
@@ -254,7 +256,9 @@ def part_scores(live: LiveEpisode, outputs: Sequence[Trajectory]) -> list[tuple[
                 f"{len(rewards)}; write 0.0 where there is none"
             )
         found += [(reward, ScoreDetail(round_index=at)) for at, reward in zip(answers, rewards, strict=True) if reward]
-        if several and output.reward_score is not None and answers:
+        if output.reward_score is not None and output.role:
+            found.append((output.reward_score, ScoreDetail(role=output.role)))
+        elif several and output.reward_score is not None and answers:
             found.append((output.reward_score, ScoreDetail(branch=answers[-1])))
     return found
 

@@ -294,7 +294,10 @@ class MockedServer:
         if some := left_out(live, played.outputs):
             await asyncio.wrap_future(self.pool.mask_tokens(episode.episode_id, some))
         tell = partial(self.notify_score, episode.episode_id, wait_for_disk=True)
-        await asyncio.gather(*(tell(score, detail=detail) for score, detail in part_scores(live, played.outputs)))
+        parts = part_scores(live, played.outputs)
+        for role in {detail.role for _, detail in parts} - {""}:
+            self.check_role(role)
+        await asyncio.gather(*(tell(score, detail=detail) for score, detail in parts))
         return played.score
 
     def open_episode(self, episode: Episode, *, worker: str | None = None, process: int = 0) -> LeasedEpisode:

@@ -4,8 +4,9 @@
 
 The environment is an adapter of `env_adapters` that the loop's entry in `agents.loops` names, made for each episode,
 with a deadline for each of its calls. It is reset with the task, ground truth included, and with the group's seed, so the
-members of a group start alike. An episode ends when the environment says so, after `max_steps` answers, or when the
-response is full; the reward is the environment's score, also of an episode that was cut short. Observations are never
+members of a group start alike. An episode ends when the environment says so, after `max_steps` answers, or when a
+response is full; the reward is the environment's score, also of an episode that was cut short. In an environment of several players
+each has a conversation and a score of its own; the policy plays them all, or roles of the run do. Observations are never
 trained (mask 0) and stand behind the exact ids that were sampled. An environment that hangs, raises or answers nonsense
 ends the episode as failed, with the short reason of its EnvError; the long one is in the log.
 """
@@ -15,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.loops.trajectory import Trajectory, read_settings
@@ -28,6 +29,7 @@ from buffers.errors import AgentError, EnvError
 from env_adapters.adapter import Message, Step, WithDeadlines, adapter_class, make_adapter
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EnvAgentSettings(BaseModel):
@@ -46,6 +48,15 @@ class EnvAgentSettings(BaseModel):
     """Most characters of one message of the environment; the middle of a longer one is cut out."""
     deadline_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one call of the environment."""
+    roles: tuple[str, ...] = ()
+    """Roles of the run that play the environment's players, in order, each once. Empty: the policy plays them all."""
+
+    @field_validator("roles")
+    @classmethod
+    def _distinct(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(roles)) < len(roles):
+            raise ValueError("each role plays one player; a role of another name is played by the policy too")
+        return roles
 
 
 @register("env_agent")
@@ -64,7 +75,7 @@ class EnvAgentLoop(AgentLoopBase):
         adapter_class(cls.settings.env)  # a name that is not there is known before the first episode
         cls._class_initialized = True
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See `AgentLoopBase.run`. `kwargs` must hold the task's columns, `ground_truth` and `seed`."""
         settings = self.settings
         try:
@@ -80,50 +91,75 @@ class EnvAgentLoop(AgentLoopBase):
 
 
 class _Episode:
-    """One episode: its trajectory, and how far it is."""
+    """One episode: the trajectory of each player, and how far it is."""
 
     def __init__(self, loop: EnvAgentLoop, sampling_params: dict[str, Any], adapter: WithDeadlines) -> None:
         self._loop = loop
         self._settings = loop.settings
+        self._sampling_params = sampling_params
         self._adapter = adapter
-        self._trajectory = Trajectory(loop, sampling_params, room=loop.settings.response_length)
+        self._trajectories: dict[int, Trajectory] = {}
+        self._step_rewards: dict[int, list[float]] = {}
         self._num_steps = 0
-        self._step_rewards: list[float] = []
+        self._env_s = 0.0
 
-    async def play(self, row: Mapping[str, Any]) -> AgentLoopOutput:
-        """Play one episode, from reset to score."""
-        began = time.monotonic()
-        messages = await self._adapter.reset(_task(row), seed=int(row.get("seed") or 0))
-        self._trajectory.metrics.tool_calls += time.monotonic() - began
-        await self._trajectory.begin(self._short(messages))
-        step = await self._step()
+    async def play(self, row: Mapping[str, Any]) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Play one episode, from reset to score; a trajectory for each player who had a turn."""
+        messages = await self._timed(self._adapter.reset(_task(row), seed=int(row.get("seed") or 0)))
+        step = Step(messages=messages, done=False)
         while not step.done and self._num_steps < self._settings.max_steps:
-            if not await self._trajectory.say(self._short(step.messages)):
+            if (trajectory := await self._turn(self._short(step.messages))) is None:
                 break
-            step = await self._step()
-        return await self._output(done=step.done)
+            step = await self._step(trajectory)
+        return await self._outputs(done=step.done)
 
-    async def _step(self) -> Step:
+    async def _turn(self, messages: list[Message]) -> Trajectory | None:
+        """The trajectory of the player whose turn it is, with these messages; None: there is no room for an answer."""
+        player, roles = self._adapter.player, self._settings.roles
+        if (trajectory := self._trajectories.get(player)) is not None:
+            return trajectory if await trajectory.say(messages) else None
+        if roles and player >= len(roles):
+            raise EnvError(
+                f"roles must name who plays player {player}, got {', '.join(roles)}; add a role",
+                reason="environment: more players than roles",
+            )
+        trajectory = self._trajectories[player] = Trajectory(
+            self._loop, self._sampling_params, room=self._settings.response_length, role=roles[player] if roles else ""
+        )
+        await trajectory.begin(messages)
+        return trajectory
+
+    async def _step(self, trajectory: Trajectory) -> Step:
         """An answer of the model, and what the environment says to it."""
-        ids = await self._trajectory.generate()
+        player = self._adapter.player
+        ids = await trajectory.generate()
         text = str(await asyncio.to_thread(self._loop.tokenizer.decode, ids, skip_special_tokens=True))
-        began = time.monotonic()
-        step = await self._adapter.step(text)
-        self._trajectory.metrics.tool_calls += time.monotonic() - began
+        step = await self._timed(self._adapter.step(text))
         self._num_steps += 1
-        self._step_rewards.append(step.reward or 0.0)
+        self._step_rewards.setdefault(player, []).append(step.reward or 0.0)
         return step
 
-    async def _output(self, *, done: bool) -> AgentLoopOutput:
+    async def _outputs(self, *, done: bool) -> AgentLoopOutput | list[AgentLoopOutput]:
         began = time.monotonic()
-        score = await self._adapter.score()
-        self._trajectory.metrics.compute_score = time.monotonic() - began
-        return self._trajectory.output(
-            reward_score=score,
-            step_rewards=_beside(self._step_rewards),
-            num_turns=2 * self._num_steps,
-            extra_fields={"turn_scores": self._step_rewards, "env_done": done},
-        )
+        scores = await self._adapter.scores()
+        first, *_ = self._trajectories.values()
+        first.metrics.compute_score, first.metrics.tool_calls = time.monotonic() - began, self._env_s
+        outputs = [
+            trajectory.output(
+                reward_score=scores[player],
+                step_rewards=_beside(rewards := self._step_rewards[player]),
+                num_turns=2 * len(rewards),
+                extra_fields={"turn_scores": rewards, "env_done": done},
+            )
+            for player, trajectory in sorted(self._trajectories.items())
+        ]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    async def _timed(self, call: Awaitable[T]) -> T:
+        began = time.monotonic()
+        answer = await call
+        self._env_s += time.monotonic() - began
+        return answer
 
     def _short(self, messages: list[Message]) -> list[Message]:
         most = self._settings.max_observation_chars

@@ -25,13 +25,15 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """`room`: most tokens after the prompt; None: what the model's context leaves. `tools`: what the prompt offers."""
+    """`room`: most tokens after the prompt; None: what the model's context leaves. `tools`: what the prompt offers. `role`: of
+    the run, which answers; empty: the first."""
 
     loop: AgentLoopBase
     sampling_params: Mapping[str, Any]
     _: KW_ONLY
     room: int | None = None
     tools: list[dict[str, Any]] | None = None
+    role: str = ""
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics, init=False)
     _request_id: str = field(default_factory=lambda: uuid4().hex, init=False)
     _ids: list[int] = field(default_factory=list, init=False)
@@ -60,11 +62,12 @@ class Trajectory:
             self._request_id,
             prompt_ids=list(self._ids),
             sampling_params={**self.sampling_params, "max_tokens": left if most is None else min(left, most)},
+            **({"model": self.role} if self.role else {}),
         )
         self.metrics.generate_sequences += time.monotonic() - began
         self.metrics.num_preempted += output.num_preempted
         self._ids += output.token_ids
-        self._mask += [1] * len(output)
+        self._mask += [int(output.is_trained)] * len(output)
         self._logprobs += output.log_probs
         return output.token_ids
 
@@ -99,6 +102,7 @@ class Trajectory:
             response_mask=self._mask,
             response_logprobs=self._logprobs,
             reward_score=reward_score,
+            role=self.role,
             step_rewards=list(step_rewards) if any(step_rewards) else None,
             num_turns=num_turns,
             metrics=self.metrics,

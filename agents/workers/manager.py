@@ -30,7 +30,8 @@ ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOutcome:
-    """An episode that a loop has played. `score`: the mean of its trajectories', where they have scores of their own."""
+    """An episode that a loop has played. `score`: the mean of its trajectories', where they have scores of their own: of those
+    in which something is trained."""
 
     score: float
     outputs: tuple[AgentLoopOutput, ...]
@@ -177,7 +178,9 @@ class AgentLoopManager:
     async def _judge(self, task: Task, result: LoopResult) -> float:
         """The loop's own reward, or the scorer's, or what the tools say."""
         last = result.outputs[-1]
-        if own := [each.reward_score for each in result.outputs if each.reward_score is not None]:
+        scored = [each for each in result.outputs if each.reward_score is not None]
+        spoke = [each for each in scored if any(each.response_mask)] or scored
+        if own := [each.reward_score for each in spoke if each.reward_score is not None]:
             return sum(own) / len(own)
         if self._score_fn is not None:
             outcome = self._score_fn(task, result.answer)

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 SCHEME = "reasoning_gym://"
+PACKAGE = "reasoning-gym"
 OWN = ("level", "system")
 """Settings that are not the generator's: the level of its curriculum, and one of Reasoning Gym's system prompts by name."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

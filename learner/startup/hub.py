@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
-from buffers.tasks import reasoning_gym_tasks
+from buffers.tasks import reasoning_gym_tasks, textarena_games
 from configs.child_processes import python_path
 from configs.schema import Config
 
@@ -38,6 +38,8 @@ SHAPE_FILES = ("config.json",)
 CONVERTED = "refs/convert/parquet"
 """The branch on which the hub keeps each data set as parquet, by its own conversion."""
 MARK_CHARS = 12
+NAMED = {package.SCHEME: package for package in (reasoning_gym_tasks, textarena_games)}
+"""Packages that make tasks by name."""
 MADE = ".tasks"
 """The folder beside the runs that has task files made of data sets."""
 
@@ -51,7 +53,7 @@ def is_dataset(path: str) -> bool:
     """Whether a task file is named by a data set."""
     from buffers.tasks.datasets import is_saved_dataset
 
-    return path.startswith((SCHEME, reasoning_gym_tasks.SCHEME)) or (path != "" and is_saved_dataset(Path(path)))
+    return path.startswith((SCHEME, *NAMED)) or (path != "" and is_saved_dataset(Path(path)))
 
 
 def with_local_files(config: Config) -> Config:
@@ -121,8 +123,8 @@ def _task_file(path: str, *, folder: Path, columns: Mapping[str, str]) -> Path:
     name."""
     from buffers.tasks.datasets import saved_files, write_task_file
 
-    if path.startswith(reasoning_gym_tasks.SCHEME):
-        return _reasoning_gym_file(path, folder=folder)
+    if scheme := next((scheme for scheme in NAMED if path.startswith(scheme)), ""):
+        return _named_file(path, scheme=scheme, folder=folder)
     if path.startswith(SCHEME):
         if (found := DATASET.fullmatch(path)) is None:
             raise TaskError(
@@ -142,17 +144,17 @@ def _task_file(path: str, *, folder: Path, columns: Mapping[str, str]) -> Path:
     return to
 
 
-def _reasoning_gym_file(address: str, *, folder: Path) -> Path:
-    """The tasks of Reasoning Gym at this address, of the version that is installed."""
+def _named_file(address: str, *, scheme: str, folder: Path) -> Path:
+    """The tasks that a package has at this address, of the version that is installed."""
     from buffers.records import Task
     from buffers.tasks.parquet import write_tasks
 
-    name = address.removeprefix(reasoning_gym_tasks.SCHEME).partition("?")[0]
-    installed = version("reasoning-gym") if reasoning_gym_tasks.is_installed() else ""
+    package, name = NAMED[scheme], address.removeprefix(scheme).partition("?")[0].replace("/", "-")
+    installed = version(package.PACKAGE) if package.is_installed() else ""
     mark = sha256(json.dumps([address, installed]).encode()).hexdigest()[:MARK_CHARS]
     if not (to := folder / f"{name or 'none'}-{mark}.parquet").is_file():
         try:
-            tasks = [Task(**row) for row in reasoning_gym_tasks.task_rows(address)]
+            tasks = [Task(**row) for row in package.task_rows(address)]
         except ValueError as error:
             raise TaskError(f"data.tasks={error}") from None
         folder.mkdir(parents=True, exist_ok=True)

@@ -91,12 +91,14 @@ class Sleeper(Protocol):
 class TokenRoute:
     """`POST /generate`: token ids in, token ids out, for agent loops (verl's `AsyncLLMServer.generate`).
 
-        {"prompt_ids": [int, ...], "sampling_params": {"max_tokens": 64, "stop": ["</code>"]}}
-        -> {"token_ids": [...], "log_probs": [...], "versions": [...], "stop_reason": "completed" | "length", "num_preempted": 0}
+        {"prompt_ids": [int, ...], "sampling_params": {"max_tokens": 64, "stop": ["</code>"]}, "model": ROLE}
+        -> {"token_ids": [...], "log_probs": [...], "versions": [...], "stop_reason": "completed" | "length", "num_preempted": 0,
+            "is_trained": true}
 
     With an episode's key the generation is a round of that episode, like any other; with the worker's key nothing is
-    recorded. Temperature and the rest of the distribution are the run's: what loops pass for them is accepted and has no
-    effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where the server has one.
+    recorded. `model`: who answers, in a run with roles; left out, the first. Temperature and the rest of the distribution are the
+    run's: what loops pass for them is accepted and has no effect. `POST /sleep` and `POST /wake_up` (worker's key) are the
+    engine's, where the server has one.
     """
 
     client: QueueClient
@@ -120,6 +122,7 @@ class TokenRoute:
             "versions": response.versions.tolist(),
             "stop_reason": STOP_REASONS.get(response.finish_reason, response.finish_reason),
             "num_preempted": 0 if metrics is None else getattr(metrics, "num_preemptions", 0),
+            "is_trained": _role().is_trained,
         })  # fmt: skip
 
     async def rest(self, request: Any) -> Any:
@@ -139,9 +142,11 @@ class TokenRoute:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the body must be JSON, got {body[:60]!r} ({error}); send prompt_ids") from error
-        if not isinstance(fields, dict) or set(fields) - {"prompt_ids", "sampling_params"}:
+        known = {"prompt_ids", "sampling_params"} | ({"model"} if _role() is not NO_ROLE else set())
+        if not isinstance(fields, dict) or fields.keys() - known:
             raise ValueError(
                 f"the body must hold prompt_ids and sampling_params, got {str(fields)[:80]}; send these two"
+                + ("" if "model" in known else ", and a model in a run with roles")
             )
         ids = fields.get("prompt_ids")
         if not isinstance(ids, list) or not ids or not all(type(one) is int and abs(one) < 2**31 for one in ids):
@@ -158,6 +163,12 @@ class TokenRoute:
             return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
         except (msgspec.ValidationError, VLLMClientError, ValueError, TypeError, OverflowError) as error:
             raise refusal_of(error) from error
+
+
+def _role() -> Role:
+    """The role that answers the current request."""
+    call = current_call.get()
+    return NO_ROLE if call is None else call.role
 
 
 @dataclass(frozen=True, slots=True)

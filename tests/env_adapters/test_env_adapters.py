@@ -295,3 +295,15 @@ async def test_one_environment_that_hangs_does_not_hold_up_another() -> None:
     with pytest.raises(EnvError, match="must answer within"):
         await step
     await env.close()
+
+
+async def test_a_call_that_runs_for_ever_is_ended_with_its_adapter() -> None:
+    thread, turns = WorkerThread("spins"), list[int]()
+    spinning = thread.submit(lambda: [turns.append(0) for _ in iter(int, 1) if len(turns) < 9])
+    while not turns:
+        await asyncio.sleep(0)
+    await thread.end(lambda: turns.append(1))
+    thread._thread.join(PATIENCE_S)
+    assert not thread.alive and turns[-1] == 1
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        spinning.result(PATIENCE_S)

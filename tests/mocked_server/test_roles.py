@@ -247,6 +247,19 @@ def test_what_an_answer_says_is_found_in_every_dialect(answer: Any, said: str) -
     assert text_of(json.dumps(answer).encode()) == said
 
 
+def test_a_loop_names_the_role_beside_the_tokens(server: ServerThread) -> None:
+    episode, client = server.lease()
+    with server.http() as http:
+        answers = [
+            http.post(f"/e/{client.api_key}/generate", json={"prompt_ids": [7, number], **asked}).json()
+            for number, asked in enumerate(({"model": "critic"}, {"model": "old"}, {}))
+        ]
+        refused = http.post(f"/e/{client.api_key}/generate", json={"prompt_ids": [1], "model": "nobody"})
+    assert [answer["is_trained"] for answer in answers] == [True, False, True]
+    assert [round_.role for round_ in server.stored(episode)] == ["critic", "old", "solver"]
+    assert refused.status_code == 404 and "must be one of this run's roles (solver, critic, old, judge)" in refused.text
+
+
 def test_what_cannot_be_passed_on_is_refused(server: ServerThread) -> None:
     _, client = server.lease()
     root = f"/e/{client.api_key}/judge"

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "outside" / "environments"
 VERIFIERS = ("verifiers==0.4.0", "pyarrow==26.0.1")
 REASONING_GYM = ("reasoning-gym==0.1.25",)
+TEXTARENA = ("textarena==0.7.4", "numpy==2.3.5")
 OPENENV = ("openenv-core==0.3.0",)
 
 
@@ -75,6 +77,50 @@ def test_every_generator_of_reasoning_gym_gives_tasks_and_its_own_scores() -> No
         "one of DeepSeek",
     ]
     assert all(word in told for word, told in zip(words, report["told"], strict=True)), report["told"]
+
+
+BROKEN = {"PublicGoodsGame-v0", "MarketEntryGame-v0"}
+"""Games that never end a move once all players have made too many invalid ones."""
+SLOW = {"Sudoku-v0-hard", "Sokoban-v0", "Sokoban-v0-medium"}
+"""Games that look for a puzzle for as long as it takes."""
+MISSING = (
+    "needs NLTK's words",
+    "needs a newer Python",
+    "OPENROUTER_API_KEY",
+    "FileNotFoundError",
+    "ModuleNotFoundError",
+)
+
+
+def test_every_game_of_textarena_is_played_to_a_score_for_each_player_or_refused() -> None:
+    """Twice: alone, and eight at once beside somebody who draws random numbers; another hash seed orders sets in another way."""
+    python, program = str(python_with("textarena", *TEXTARENA)), str(PROGRAMS / "play_textarena.py")
+    with ThreadPoolExecutor() as both:
+        environments = [{**os.environ, "PYTHONHASHSEED": at_once, "PYTHONPATH": ""} for at_once in ("1", "8")]
+        alone, together = both.map(
+            lambda env: subprocess.run(
+                [python, program, env["PYTHONHASHSEED"]], env=env, capture_output=True, text=True, timeout=600
+            ),
+            environments,
+        )
+    assert alone.returncode == together.returncode == 0, alone.stderr[-2000:] + together.stderr[-2000:]
+    games, again = (
+        {game["name"]: game for game in map(json.loads, done.stdout.splitlines())} for done in (alone, together)
+    )
+    refused = {name: game["refused"] for name, game in games.items() if "refused" in game and name not in SLOW}
+    played = {name: game for name, game in games.items() if "scores" in game}
+    assert len(games) == 238 and len(played) >= 170 and games.keys() == again.keys()
+    wrong = {name: why for name, why in refused.items() if not any(word in why for word in MISSING)}
+    assert {name.partition("-")[0] for name in wrong} <= {"CharacterConclave"}, wrong
+    assert all("\n" not in why for why in refused.values())
+    assert games.keys() - played.keys() - refused.keys() <= BROKEN | SLOW
+    for name, game in played.items():
+        assert game["players"] == game["checked"] == len(game["scores"]), name
+        assert again[name].get("heard", game["heard"]) == game["heard"], f"{name}: the same seed is the same game"
+    two = [game for game in played.values() if game["players"] == 2]
+    assert sum(game["done"] for game in played.values()) >= 165 and len(two) >= 100
+    assert sum(game["turns"] == [0, 1] for game in two) >= 70, "both had a turn"
+    assert sum(any(game["scores"]) for game in played.values()) >= 120
 
 
 @pytest.fixture(scope="module")

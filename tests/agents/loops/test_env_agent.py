@@ -7,11 +7,14 @@ import asyncio
 import pytest
 from transformers import AutoTokenizer
 
+from agents.agent_loop import AgentLoopOutput
 from agents.loops.env_agent import EnvAgentLoop
 from agents.loops.single_turn_agent import SingleTurnAgentLoop
 from agents.workers.config import LoopSpec
-from agents.workers.worker import AgentLoopWorker, WorkerSettings
+from agents.workers.manager import AgentLoopManager
+from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError, EnvError, TaskError
+from buffers.records import Task
 from env_adapters.walk.game import walk_tasks
 from tests.support.loop_parts import LOGPROB, ScriptedServer, make_loop
 from tests.support.run_parts import assert_nothing_left, start
@@ -58,6 +61,56 @@ async def test_a_trajectory_is_sampled_ids_and_rendered_observations_in_turn(tok
     assert (output.reward_score, output.num_turns) == (2.0, 4)
     assert output.extra_fields == {"turn_scores": [0.5, 0.5], "env_done": True}
     assert output.step_rewards == [0.5, -0.5], "parts of the score: earned at their steps, and counted once"
+
+
+DUEL = "tests.matrix.letters.env.Duel"
+
+
+async def test_each_player_has_a_conversation_and_a_score_of_its_own(tokenizer):
+    server, (first, second) = await play(tokenizer, ["ab", "mz"], env=DUEL)
+    assert [output.reward_score for output in (first, second)] == [0.0, 0.0] and server.models == [""] * 4
+    answers = iter(["ab", "yz", "cd", "ax"])
+    server = ScriptedServer(lambda _: said(tokenizer, next(answers)))
+    loop = make_loop(EnvAgentLoop, server=server, tokenizer=tokenizer, env=DUEL)
+    first, second = await loop.run({}, **ROW)
+    assert [(output.reward_score, output.num_turns, output.role) for output in (first, second)] == [
+        (1.0, 4, ""),
+        (-1.0, 4, ""),
+    ]
+    assert "ab" in text_of(tokenizer, first, mask=1) and "The other said yz" in text_of(tokenizer, first, mask=0)
+    assert text_of(tokenizer, second, mask=1) == "yz<|im_end|>ax<|im_end|>"
+    assert "You are player 1. The other said ab." in tokenizer.decode(second.prompt_ids)
+
+
+async def test_roles_of_the_run_play_the_players_and_what_the_policy_does_not_say_is_not_trained(tokenizer):
+    server = ScriptedServer(lambda _: said(tokenizer, "ab"))
+    server.frozen = frozenset({"old"})
+    loop = make_loop(EnvAgentLoop, server=server, tokenizer=tokenizer, env=DUEL, roles=["new", "old"])
+    new, old = await loop.run({}, **ROW)
+    assert server.models == ["new", "old", "new", "old"] and (new.role, old.role) == ("new", "old")
+    assert text_of(tokenizer, new, mask=1) == "ab<|im_end|>" * 2 and set(old.response_mask) == {0}
+
+
+async def test_an_episodes_score_is_the_mean_over_the_players_that_are_trained():
+    outputs = tuple(
+        AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[mask], reward_score=score)
+        for mask, score in ((1, 1.0), (1, 0.5), (0, -1.0))
+    )
+    manager, task = AgentLoopManager([], num_workers=1), Task(task_id="t", prompt=[])
+    assert await manager._judge(task, LoopResult(outputs=outputs)) == 0.75
+    assert await manager._judge(task, LoopResult(outputs=outputs[2:])) == -1.0, "nobody's is trained"
+
+
+async def test_a_game_that_is_cut_short_is_scored_and_one_turn_is_one_trajectory(tokenizer):
+    _, output = await play(tokenizer, ["ab"], env=DUEL, max_steps=1)
+    assert (output.reward_score, output.extra_fields["env_done"]) == (0.0, False)
+
+
+async def test_roles_that_are_too_few_or_named_twice_are_refused(tokenizer):
+    with pytest.raises(AgentError, match="more players than roles"):
+        await play(tokenizer, ["ab", "cd"], env=DUEL, roles=["new"])
+    with pytest.raises(TaskError, match="each role plays one player"):
+        await play(tokenizer, [], env=DUEL, roles=["new", "new"])
 
 
 async def test_an_answer_that_was_cut_short_is_closed_by_the_template(tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +13,7 @@ from agents.workers.manager import AgentLoopManager
 from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
+from mocked_server.http.roles import Roles
 from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread
 
@@ -29,18 +31,18 @@ def wait(served, work, timeout_s=300.0):
     return asyncio.run_coroutine_threadsafe(work, served._loop).result(timeout_s)
 
 
-@pytest.fixture(scope="module")
-def played(tiny_model):
-    """A server whose rows are played by two workers; its manager judges by the answer's length."""
-    served = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
-    manager = AgentLoopManager(LOOPS, num_workers=2, score_fn=lambda task, answer: float(len(answer)))
+@contextmanager
+def playing(model, loops, *, workers=2, roles=None, score_fn=None):
+    """A server whose rows are played by these loops."""
+    served = ServerThread(model, rollout=RolloutConfig(max_tokens=32, max_model_len=512), roles=roles)
+    manager = AgentLoopManager(loops, num_workers=workers, score_fn=score_fn)
     served.loops = manager
     served.start()
     try:
         wait(
             served,
             manager.start(
-                model_path=str(tiny_model), server_url=served.server.base_url, worker_key=served.server.keys.worker,
+                model_path=str(model), server_url=served.server.base_url, worker_key=served.server.keys.worker,
                 prompt_length=256, response_length=256,
             ),
         )  # fmt: skip
@@ -48,6 +50,13 @@ def played(tiny_model):
         wait(served, manager.close())
     finally:
         served.stop()
+
+
+@pytest.fixture(scope="module")
+def played(tiny_model):
+    """Played by two workers; the manager judges by the answer's length."""
+    with playing(tiny_model, LOOPS, score_fn=lambda task, answer: float(len(answer))) as (served, manager):
+        yield served, manager
 
 
 def put(served, *tasks):
@@ -131,6 +140,22 @@ def test_an_episode_that_ends_otherwise_is_played_no_further(played):
             break
         recorded.wait(0.1)
     assert [worker.running for worker in manager._workers] == [0, 0]
+
+
+def test_roles_of_a_run_play_the_players_of_an_environment(tiny_model):
+    roles = Roles(trained=["new"], frozen=["old"])
+    arguments = {"env": "tests.matrix.letters.env.Duel", "roles": ["new", "old"]}
+    duel = LoopSpec(name="env_agent", target="agents.loops.env_agent.EnvAgentLoop", arguments=arguments)
+    with playing(tiny_model, [duel], workers=1, roles=roles) as (served, _):
+        (closed,) = put(served, task("duel", "env_agent"))
+        rounds = served.stored(closed.episode_id)
+        told = served.ledger.score_history(closed.episode_id).result(PATIENCE_S)
+    assert [(round_.role, round_.parent) for round_ in rounds] == [("new", None), ("old", None), ("new", 0), ("old", 1)]
+    assert [round_.trained is None for round_ in rounds] == [True, False, True, False]
+    scores = {score["role"]: score["value"] for score in told}
+    assert scores == {"new": 1.0, "old": -1.0, "": 1.0}, (
+        "ok has a larger share of early letters than frozen; the policy's own"
+    )
 
 
 def test_figures_are_of_the_episodes_since_the_last_call(played):

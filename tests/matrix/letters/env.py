@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from buffers.records import Task
 from env_adapters.adapter import EnvAdapter, Step, user
 
 
@@ -32,6 +33,39 @@ class Letters(EnvAdapter):
 
     async def score(self) -> float:
         return 0.0 if self._step_rewards or not self._shares else sum(self._shares) / len(self._shares)
+
+
+class Duel(EnvAdapter):
+    """Two players say something in turn, twice each. Who says the larger share of letters of the first half of the alphabet gets
+    1, the other -1; a game that is cut short is nobody's."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+
+    @property
+    def player(self) -> int:
+        return len(self._said) % 2
+
+    async def reset(self, task: dict[str, Any], *, seed: int) -> list[dict[str, Any]]:
+        return [user("You are player 0.")]
+
+    async def step(self, action: str) -> Step:
+        self._said.append(action)
+        return Step(
+            messages=[user(f"You are player {self.player}. The other said {action}.")], done=len(self._said) == 4
+        )
+
+    async def score(self) -> float:
+        return (await self.scores())[0]
+
+    async def scores(self) -> list[float]:
+        first, second = (early_share("".join(self._said[player::2])) for player in (0, 1))
+        lead = float((first > second) - (first < second)) if len(self._said) == 4 else 0.0
+        return [lead, -lead]
+
+    @classmethod
+    def check(cls, task: Task) -> int:
+        return 2
 
 
 def early_share(text: str) -> float:

@@ -103,6 +103,8 @@ def _sentences() -> list[Row]:
         Row(claim, "agent-loops.md: the documented loops", "tests/documents/test_pages.py::test_a_page_does_what_it_says"),
         Row(claim, "agent-loops.md: an environment's step rewards", "step-rewards", metric("critic/vf_loss", lambda losses: min(losses) > 0)),
         Row(claim, "agent-loops.md: trajectories with a reward each", "trajectories", all_of(always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
+        Row(claim, "environments.md: roles play the players of an environment", "players", all_of(EXACT, _each_side_has_its_score)),
+        Row(claim, "environments.md: the policy plays both sides", "players-alone", all_of(EXACT, always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
         Row(claim, "metrics.md: lag is bounded", learner_name("grpo"), _lag_is_bounded),
         Row(claim, "numerics.md: more than rounding explains is told", "drifts", prints("engine and learner disagree: a log-probability differs by", "rollout.engine_args")),
         Row(claim, "numerics.md: far more ends the run before its first step", "disagrees", prints("engine and learner must compute the same log-probabilities, and differ by", "of 0 to 1 is the first that differs", "trying rollout.engine_args={model_impl: transformers}")),
@@ -180,6 +182,17 @@ def _parts(ended: Ended) -> str:
     )
     fine = {"round", "branch", "wholestrict"} <= found.keys() and halves == [0]
     return expect(fine, f"scores stored: {found}; none of the episodes with a strict judge is above 0.5")
+
+
+def _each_side_has_its_score(ended: Ended) -> str:
+    sums = ended.sql(
+        "SELECT sum(value) FROM score WHERE part = 'role' GROUP BY episode_id HAVING count(DISTINCT role) = 2"
+    )
+    won = [ended.metric(f"reward/role/{role}") for role in ("first", "second")]
+    fine = len(sums) >= 24 and set(sums) == {0.0} and any(map(any, won)) and set(ended.metric("batch/rows")) == {16.0}
+    return expect(
+        fine, f"{len(sums)} episodes have a score for each role, which add up to {set(sums)}; mean scores {won}"
+    )
 
 
 def _posted_are_played(ended: Ended) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ def loop_runs() -> list[Run]:
             files=_step_rewards,
         ),
         Run(name="trajectories", settings=LOOPS, files=_trajectories),
+        Run(name="players", settings={**LOOPS, "roles": {"first": {}, "second": {}}}, files=_duel),
+        Run(name="players-alone", settings=LOOPS, files=partial(_duel, roles=())),
         Run(name="posted", settings={**LOOPS, "run.steps": 12}, files=_letters, meanwhile=post_tasks),
     ]
 
@@ -91,6 +95,11 @@ def _step_rewards(folder: Path) -> None:
 
 def _trajectories(folder: Path) -> None:
     write_loops(folder, {"name": "two_trajectories", "_target_": "tests.matrix.letters.loops.TwoTrajectories"})
+    prompts(folder)
+
+
+def _duel(folder: Path, *, roles: Sequence[str] = ("first", "second")) -> None:
+    write_loops(folder, {"name": "env_agent", "env": "tests.matrix.letters.env.Duel", "roles": list(roles)})
     prompts(folder)
 
 

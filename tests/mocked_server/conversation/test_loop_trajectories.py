@@ -27,8 +27,8 @@ def output(prompt: list[int], response: list[int], mask: list[int]) -> Any:
     return SimpleNamespace(prompt_ids=prompt, response_ids=response, response_mask=mask)
 
 
-def scored(trajectory: Any, score: float | None, *, steps: list[float] | None = None) -> Any:
-    return SimpleNamespace(**vars(trajectory), reward_score=score, step_rewards=steps)
+def scored(trajectory: Any, score: float | None, *, steps: list[float] | None = None, role: str = "") -> Any:
+    return SimpleNamespace(**vars(trajectory), reward_score=score, step_rewards=steps, role=role)
 
 
 def flags(live: LiveEpisode, *outputs: Any) -> dict[int, list[int]]:
@@ -99,6 +99,9 @@ def test_rewards_of_steps_and_of_trajectories_are_scores_of_their_rounds_and_bra
     branches = [(1.0, ScoreDetail(branch=11)), (0.0, ScoreDetail(branch=12))]
     assert part_scores(live, [whole, other]) == [half, branches[0], penalty, branches[1]]
     assert part_scores(live, [scored(WHOLE, 1.0), scored(BRANCH, None)]) == []
+    roles = [(1.0, ScoreDetail(role="a")), (-1.0, ScoreDetail(role="b"))]
+    assert part_scores(live, [scored(WHOLE, 1.0, role="a"), scored(BRANCH, -1.0, role="b")]) == roles
+    assert part_scores(live, [scored(WHOLE, 1.0, role="a")]) == roles[:1], "that of a role, and the episode's"
     with pytest.raises(
         AgentError, match="trajectory 0: step_rewards must hold one reward for each of its 2 answers, got 1"
     ):

@@ -73,6 +73,7 @@ def test_other_keys_open_nothing(served):
     ("body", "says"),
     [
         ({"prompt_ids": []}, "prompt_ids must be a list of token ids, not empty"),
+        ({"prompt_ids": [1], "model": "solver"}, "and a model in a run with roles"),
         ({"prompt_ids": [1, "2"]}, "prompt_ids must be"),
         ({"prompt_ids": [True]}, "prompt_ids must be"),
         ({"prompt_ids": [1, 99_999]}, "vocabulary of 512, got 99999"),
