@@ -38,7 +38,7 @@ from learner.algorithms.advantages import (
 )
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, value_loss
-from learner.algorithms.objectives import EntropyCoefficient, Targets, covariances, pick_clip_cov, pick_kl_cov
+from learner.algorithms.objectives import EntropyCoefficient, Guide, Targets, covariances, pick_clip_cov, pick_kl_cov
 from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTER, REFERENCE
 from learner.checkpoints.weight_shards import Published, WeightShards
@@ -81,6 +81,8 @@ class Goals:
     """Size of the batch's scores, by `score_scale`."""
     entropy_coef: float
     """Weight of the entropy bonus; 0: there is none."""
+    reference: Tensor | None
+    """[M] log pi_ref where the KL to it is a term of the loss."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -597,7 +599,7 @@ class Trainer:
         self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
     ) -> tuple[Goals, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
-        reference, rewards, metrics = torch.zeros_like(before.logprobs), table.rewards, {}
+        reference, rewards, metrics = None, table.rewards, {}
         if self._own.reference is not None:
             with fsdp.swapped(self._policy, shards=self._own.reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
@@ -618,7 +620,6 @@ class Trainer:
         targets = Targets(
             behaviour=table.behaviour,
             proximal=before.logprobs,
-            reference=reference,
             advantages=advantages,
             returns=estimate.returns[table.slots],
             values=before.values,
@@ -628,7 +629,10 @@ class Trainer:
             picked=torch.zeros_like(table.fresh),
         )
         return Goals(
-            targets=targets.to(self._device), scale=evidence.scale, entropy_coef=self._own.bonus.in_force(entropy)
+            targets=targets.to(self._device),
+            scale=evidence.scale,
+            entropy_coef=self._own.bonus.in_force(entropy),
+            reference=None if reference is None or self._config.kl.in_reward else reference.to(self._device),
         ), metrics
 
     def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
@@ -674,9 +678,7 @@ class Trainer:
         step_metrics = StepMetrics()
         unknown = None if self._looks_ahead else torch.zeros(2, table.sequences.num_trained, device=self._device)
         for rows in minibatches:
-            weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
-            shares = table.weights(rows, mode="token-mean")
-            targets = replace(goals.targets, weights=weights.to(self._device), shares=shares.to(self._device))
+            targets = self._weighed(goals, table=table, rows=rows)
             picked = self._pick(targets, seed=int(minibatches.rng.integers(2**31)))
             goals = replace(goals, targets=replace(targets, picked=picked))
             self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
@@ -687,6 +689,18 @@ class Trainer:
                 goals.targets.proximal[places.to(self._device)] = own[0].to(self._device)
                 unknown = None
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
+
+    def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Targets:
+        """The targets with the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
+        config = self._config
+        weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm).to(self._device)
+        shares = table.weights(rows, mode="token-mean").to(self._device)
+        guides = {}
+        if goals.reference is not None:
+            guides["policy/kl_ref"] = Guide(
+                kind=config.kl.kind, logprobs=goals.reference, weights=self._own.kl.value * weights, shares=shares
+            )
+        return replace(goals.targets, weights=weights, shares=shares, guides=guides)
 
     def _pick(self, targets: Targets, *, seed: int) -> Tensor:
         """[M] the tokens that the loss treats apart by their covariance under the policy before the step; equal on all ranks."""
@@ -743,7 +757,6 @@ class Trainer:
             values=outputs.values,
             targets=goals.targets,
             config=config,
-            kl_coef=0.0 if config.kl.in_reward else self._own.kl.value,
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
         )

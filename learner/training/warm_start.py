@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from buffers.tasks.parquet import Trace, read_demonstrations
+from learner.algorithms.losses import cross_entropy
 from learner.model import fsdp
 from learner.model.fsdp import make_adamw
 from learner.model.policy import Policy
@@ -91,9 +92,9 @@ def train_on_traces(
         for piles in shares:
             micro = traces.micro_batch(piles[rank], device=device)
             outputs = policy(micro, temperature=1.0)
-            negative = -outputs.logprobs.sum() * scale
-            (negative * world_size).backward()  # FSDP averages over ranks; the sum is wanted
-            loss += negative.detach()
+            own = cross_entropy(outputs.logprobs, weights=torch.full_like(outputs.logprobs, scale))
+            (own * world_size).backward()  # FSDP averages over ranks; the sum is wanted
+            loss += own.detach()
         fsdp.update(policy, optimizer=optimizer, clip=grad_clip)
         losses.append(float(fsdp.all_sum(loss)))
     return {"first_loss": losses[0], "last_loss": losses[-1], "seconds": time.monotonic() - started}
