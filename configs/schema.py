@@ -389,6 +389,13 @@ class TeacherConfig(Section):
     `learner.advantage: teacher`."""
 
 
+class EchoConfig(Section):
+    tool: NotNegative = 0.0
+    """Weight of a cross-entropy on the results of tools: the policy learns to foresee them (ECHO; prime-rl has 0.1). 0: none."""
+    user: NotNegative = 0.0
+    """The same on what an environment, or a user, said after the policy's first answer."""
+
+
 class LearnerConfig(Section):
     recipe: (
         Literal[
@@ -501,6 +508,7 @@ class LearnerConfig(Section):
     rejection: RejectionConfig = RejectionConfig()
     kl: KLConfig = KLConfig()
     teacher: TeacherConfig = TeacherConfig()
+    echo: EchoConfig = EchoConfig()
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()

@@ -55,15 +55,17 @@ class Targets:
     """The distillation stream, by the metric of its mean."""
 
     def take(self, index: Tensor) -> Targets:
-        return _each(self, lambda tensor: tensor[index])
+        taken: Targets = _each(self, lambda tensor: tensor[index])
+        return taken
 
     def to(self, device: torch.device) -> Targets:
-        return _each(self, lambda tensor: tensor.to(device))
+        moved: Targets = _each(self, lambda tensor: tensor.to(device))
+        return moved
 
 
 def _each(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The record with each of its tensors changed."""
-    changed = {}
+    changed: dict[str, Any] = {}
     for each in fields(record):
         value = getattr(record, each.name)
         if isinstance(value, Tensor):

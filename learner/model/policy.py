@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from copy import copy
 from functools import partial
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,13 @@ class TokenOutputs(NamedTuple):
     """1 - 2 pi + sum of pi^2 over the vocabulary: squared norm of the gradient of the log-probability at the logits."""
     balance: Tensor | None = None
     """[] see `Routing.balance`."""
+
+    def of(self, index: Tensor | EllipsisType) -> TokenOutputs:
+        """Those of some tokens."""
+        chosen = {
+            name: None if each is None else each[index] for name, each in self._asdict().items() if name != "balance"
+        }
+        return self._replace(**chosen)
 
 
 class Policy(nn.Module):  # type: ignore[misc]

@@ -8,9 +8,9 @@ no mathematics here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,31 @@ from torch import Tensor
 from buffers.records import Int32, Row, TrainBatch
 from learner.algorithms.losses import role_weights
 from learner.training.packing import Sequences
+from learner.training.said import Sayings
 
 Number = TypeVar("Number", bound=np.generic)
 ID_BITS = 20
 """No vocabulary has more than a million tokens."""
+
+
+class Tokens(NamedTuple):
+    """Of a batch: [L] int64 row of each, and [L] bool: whether it counts."""
+
+    rows: Tensor
+    counted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echoed:
+    """A batch's rows with L tokens: those that are trained, and those that somebody else said."""
+
+    sequences: Sequences
+    tokens: Tokens
+    """Those that somebody else said count."""
+    places: Tensor
+    """[L] int64 number of a trained token among the M, -1 for others."""
+    coef: Tensor
+    """[L] float32 coefficient of its cross-entropy; 0 for trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +96,37 @@ class BatchTensors:
         out[self.slots] = flat
         return out
 
-    def weights(self, rows: Sequence[int], *, mode: str, norm: float = 1.0) -> Tensor:
+    def weights(self, rows: Sequence[int], *, mode: str, norm: float = 1.0, of: Tokens | None = None) -> Tensor:
         """[M] weight of each token in a mini-batch of these rows; 0 for tokens of other rows and those not fresh. `norm`: see
-        `token_weights`."""
+        `token_weights`. `of`: other tokens of the rows, by themselves."""
+        owners, counted = of or (self.rows, self.fresh)
         nothing = torch.zeros(len(self.loss_weights))
-        counts = nothing.index_add(0, self.rows, self.fresh.float())
+        counts = nothing.index_add(0, owners, counted.float())
         chosen = nothing.index_fill(0, torch.tensor(rows), 1.0)
         per_row = role_weights(self.loss_weights * chosen, roles=self.roles, counts=counts, norm=norm, mode=mode)
-        return torch.where(self.fresh, per_row[self.rows], 0.0)
+        return torch.where(counted, per_row[owners], 0.0)
+
+    def echoed(self, sayings: Sayings, *, coefs: Mapping[str, float]) -> Echoed:
+        """The rows with what was said between their answers, where its role has a coefficient."""
+        masks, coef, rows = [], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
+        for row, (ids, mask) in enumerate(zip(self.sequences.ids, self.sequences.masks)):
+            own = np.zeros(len(ids), np.float32)
+            for role, start, stop in sayings.of(ids, mask=mask):
+                own[start:stop] = coefs[role]
+            places = np.flatnonzero(mask | (own > 0.0))
+            masks.append((mask | (own > 0.0)).astype(np.uint8))
+            coef.append(own[places])
+            rows.append(np.full(len(places), row))
+        flat = torch.from_numpy(np.concatenate(coef))
+        sampled = flat == 0.0
+        return Echoed(
+            sequences=Sequences(
+                self.sequences.ids, masks=masks, experts=self.sequences.experts, labels=self.sequences.labels
+            ),
+            tokens=Tokens(torch.from_numpy(np.concatenate(rows)), ~sampled),
+            places=torch.where(sampled, sampled.cumsum(0) - 1, -1),
+            coef=flat,
+        )
 
 
 def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = False) -> BatchTensors:

@@ -37,7 +37,7 @@ from learner.algorithms.advantages import (
     unit_returns,
 )
 from learner.algorithms.kl import KLCoefficient, kl_estimate
-from learner.algorithms.losses import Loss, actor_loss, value_loss
+from learner.algorithms.losses import Loss, actor_loss, cross_entropy, value_loss
 from learner.algorithms.objectives import EntropyCoefficient, Guide, Targets, covariances, pick_clip_cov, pick_kl_cov
 from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTER, REFERENCE
@@ -52,9 +52,10 @@ from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
-from learner.training.batch_tensors import BatchTensors, token_table
+from learner.training.batch_tensors import BatchTensors, Echoed, token_table
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
+from learner.training.said import Sayings
 from learner.training.tree_packing import kept_together
 from learner.training.warm_start import hinted_sequences, load_traces, train_on_traces
 
@@ -83,6 +84,10 @@ class Goals:
     """Weight of the entropy bonus; 0: there is none."""
     reference: Tensor | None
     """[M] log pi_ref where the KL to it is a term of the loss."""
+    places: Tensor | None = None
+    """`Echoed.places`; None: the tokens that are computed are those that are trained."""
+    echo: Tensor | None = None
+    """[2, L] weights of the cross-entropy stream, and of the mean that is reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,6 +144,8 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._trust = {"trust_remote_code": trust_remote_code}
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, **self._trust)
+        echoed = tuple(role for role, coef in config.echo.model_dump().items() if coef)
+        self._sayings = Sayings(self._tokenizer, roles=echoed) if echoed else None
         self._source = model_path
         self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
@@ -183,6 +190,7 @@ class Trainer:
         started = time.monotonic()
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
+        echoed = self._echoed(table)
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
@@ -203,7 +211,7 @@ class Trainer:
         prepared = time.monotonic()
         metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
-            metrics |= self._learn(table, before=before, minibatches=minibatches)
+            metrics |= self._learn(table, echoed=echoed, before=before, minibatches=minibatches)
         present = (table.versions == version) & table.verifiable
         recomputed[present] = before.logprobs[present]
         if config.check_logprobs:
@@ -228,6 +236,7 @@ class Trainer:
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/raw_over_unique": table.sequences.raw_over_unique,
             "learner/trained_tokens": float(table.sequences.num_trained),
+            **({} if echoed is None else {"learner/echo_tokens": float(echoed.tokens.counted.sum())}),
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
         }
@@ -253,14 +262,23 @@ class Trainer:
             or config.router_replay
         )
 
-    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches) -> dict[str, float]:
+    def _echoed(self, table: BatchTensors) -> Echoed | None:
+        """The rows with what ECHO learns beside what was sampled."""
+        if self._sayings is None:
+            return None
+        echoed = table.echoed(self._sayings, coefs=self._config.echo.model_dump())
+        return replace(echoed, sequences=self._laid_out(echoed.sequences, table=table))
+
+    def _learn(
+        self, table: BatchTensors, *, echoed: Echoed | None, before: Before, minibatches: Minibatches
+    ) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
         shares = table.weights(range(len(table.hints)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
         began = time.monotonic()
-        metrics = self._update(table, goals=plan, minibatches=minibatches, before=before) | kl_taken
+        metrics = self._update(table, echoed=echoed, goals=plan, minibatches=minibatches, before=before) | kl_taken
         entropy = float((shares * before.entropy).sum())
         metrics["policy/entropy"] = entropy
         metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
@@ -666,7 +684,7 @@ class Trainer:
         return calibrated_evidence(evidence) if fits else evidence
 
     def _update(
-        self, table: BatchTensors, *, goals: Goals, minibatches: Minibatches, before: Before
+        self, table: BatchTensors, *, echoed: Echoed | None, goals: Goals, minibatches: Minibatches, before: Before
     ) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates. The first tells what is not in `before` yet."""
         config = self._config
@@ -676,12 +694,13 @@ class Trainer:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
+        sequences = table.sequences if echoed is None else echoed.sequences
         unknown = None if self._looks_ahead else torch.zeros(2, table.sequences.num_trained, device=self._device)
         for rows in minibatches:
-            targets = self._weighed(goals, table=table, rows=rows)
-            picked = self._pick(targets, seed=int(minibatches.rng.integers(2**31)))
-            goals = replace(goals, targets=replace(targets, picked=picked))
-            self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
+            goals = self._weighed(goals, table=table, echoed=echoed, rows=rows)
+            picked = self._pick(goals.targets, seed=int(minibatches.rng.integers(2**31)))
+            goals = replace(goals, targets=replace(goals.targets, picked=picked))
+            self._update_once(sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
             if unknown is not None:
                 places = table.sequences.places(rows)
                 own = fsdp.all_sum(unknown).cpu()[:, places]
@@ -690,8 +709,8 @@ class Trainer:
                 unknown = None
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
 
-    def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Targets:
-        """The targets with the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
+    def _weighed(self, goals: Goals, *, table: BatchTensors, echoed: Echoed | None, rows: Sequence[int]) -> Goals:
+        """With the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
         config = self._config
         weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm).to(self._device)
         shares = table.weights(rows, mode="token-mean").to(self._device)
@@ -700,7 +719,12 @@ class Trainer:
             guides["policy/kl_ref"] = Guide(
                 kind=config.kl.kind, logprobs=goals.reference, weights=self._own.kl.value * weights, shares=shares
             )
-        return replace(goals.targets, weights=weights, shares=shares, guides=guides)
+        goals = replace(goals, targets=replace(goals.targets, weights=weights, shares=shares, guides=guides))
+        if echoed is None:
+            return goals
+        means = table.weights(rows, mode="token-mean", of=echoed.tokens)
+        echo = torch.stack([echoed.coef * means, means]).to(self._device)
+        return replace(goals, places=echoed.places.to(self._device), echo=echo)
 
     def _pick(self, targets: Targets, *, seed: int) -> Tensor:
         """[M] the tokens that the loss treats apart by their covariance under the policy before the step; equal on all ranks."""
@@ -726,7 +750,7 @@ class Trainer:
         """`unknown` [2, M]: takes log-probabilities and entropies of the rows, which are those before the step; None: known."""
         for piles in self._plan(sequences, rows=rows):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)), unknown=unknown)
+            loss = self._loss(micro, goals=goals, unknown=unknown)
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)
         clip = self._config.grad_clip
@@ -745,31 +769,40 @@ class Trainer:
     def _loss(self, micro: MicroBatch, *, goals: Goals, unknown: Tensor | None) -> Loss:
         config = self._config
         has_bonus = goals.entropy_coef > 0.0
-        outputs = self._forward(micro, entropy=has_bonus or unknown is not None, bonus=has_bonus)
+        everything = self._forward(micro, entropy=has_bonus or unknown is not None, bonus=has_bonus)
+        index, sampled = micro.index, ...
+        if goals.places is not None:
+            index = goals.places[micro.index]
+            sampled = index >= 0
+            index = index[sampled]
+        outputs = everything.of(sampled)
+        targets = goals.targets.take(index)
         if unknown is not None:
             assert outputs.logprobs is not None and outputs.entropy is not None
             present = outputs.logprobs.detach()
-            unknown[0, micro.index], unknown[1, micro.index] = present, outputs.entropy.detach()
-            goals = replace(goals, targets=replace(goals.targets, proximal=present))
+            unknown[0, index], unknown[1, index] = present, outputs.entropy.detach()
+            targets = replace(targets, proximal=present)
         loss = actor_loss(
             outputs.logprobs,
             entropy=outputs.entropy if has_bonus else None,
             values=outputs.values,
-            targets=goals.targets,
+            targets=targets,
             config=config,
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
         )
+        if goals.echo is not None:
+            echo, mean = (cross_entropy(everything.logprobs, weights=each) for each in goals.echo[:, micro.index])
+            loss = replace(loss, total=loss.total + echo, means=loss.means | {"policy/echo_loss": mean.detach()})
         if outputs.balance is not None:
-            balance = (
-                outputs.balance * goals.targets.shares.sum()
-            )  # as much of it as the micro-batch has of the trained tokens
+            balance = outputs.balance * targets.shares.sum()  # as much as the micro-batch has of the trained tokens
             means = loss.means | {"policy/router_aux_loss": balance.detach()}
             loss = replace(loss, total=loss.total + config.router_aux_coef * balance, means=means)
         if self._critic is None:
             return loss
         values = self._values(micro, shared=None)
-        critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
+        assert values is not None
+        critic = value_loss(values[sampled], targets=targets, clip=config.value_clip * goals.scale)
         total = loss.total + critic / goals.scale
         return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
 
