@@ -21,7 +21,7 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS, Drift, chosen
-from learner.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from learner.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate, kl_of_choices
 from learner.algorithms.objectives import LOSSES, Guide, Objective, Targets
 
 VALUE_COEF = 0.5
@@ -153,9 +153,13 @@ def cross_entropy(logprobs: Tensor, *, weights: Tensor) -> Tensor:
     return -(weights * logprobs).sum()
 
 
-def distillation(logprobs: Tensor, *, guide: Guide) -> tuple[Tensor, Tensor]:
-    """sum(weight * D(pi, guide)) with D by the guide's kind, and its mean by the guide's shares."""
-    divergence = kl_estimate(logprobs, reference=guide.logprobs, kind=guide.kind)
+def distillation(logprobs: Tensor, *, choices: Tensor | None, guide: Guide) -> tuple[Tensor, Tensor]:
+    """sum(weight * D(pi, guide)), and its mean by the guide's shares. D is an estimate by the sampled token, or where the guide has
+    `ids` the KL over these: `choices` [m, k] are then the policy's log-probabilities of them."""
+    if choices is None or guide.ids is None:
+        divergence = kl_estimate(logprobs, reference=guide.logprobs, kind=guide.kind)
+    else:
+        divergence = kl_of_choices(choices, reference=guide.logprobs)
     return (guide.weights * divergence).sum(), (guide.shares * divergence).sum()
 
 
@@ -178,15 +182,17 @@ def actor_loss(
     config: LearnerConfig,
     entropy_coef: float,
     scale: float,
+    choices: Tensor | None = None,
 ) -> Loss:
-    """The policy's whole loss on what it sampled. `entropy` is given when there is a bonus, `values` when the critic is shared.
+    """The policy's whole loss on what it sampled. `entropy` is given when there is a bonus, `values` when the critic is shared,
+    `choices` for a guide with `ids`.
 
     `entropy_coef` is the present coefficient; 0 when there is no such term. `scale` is the size of the scores: the
     value loss is divided by it, so that the head's gradient does not grow with them.
     """
     total, means, maxima = policy_loss(logprobs, targets=targets, config=config)
     for metric, guide in targets.guides.items():
-        drawn, means[metric] = distillation(logprobs, guide=guide)
+        drawn, means[metric] = distillation(logprobs, choices=choices, guide=guide)
         total = total + drawn
     if entropy is not None:
         total = total - entropy_coef * (targets.weights * entropy).sum()

@@ -22,13 +22,15 @@ from learner.algorithms.importance_weights import per_sequence
 class Guide:
     """A distribution that the policy is drawn to: one part of the distillation stream. [m] each."""
 
-    kind: str
-    """How far the policy is from it: a name in `learner.algorithms.kl`."""
     logprobs: Tensor
-    """Its log-probabilities of the sampled tokens."""
+    """Its log-probabilities of the sampled tokens; or [m, k], of those of `ids`."""
     weights: Tensor
     shares: Tensor
     """Weights of the mean that is reported; they sum to 1 over the mini-batch."""
+    kind: str = ""
+    """How far the policy is from it at a sampled token: a name in `learner.algorithms.kl`."""
+    ids: Tensor | None = None
+    """[m, k] int64 tokens of the vocabulary, over which the whole KL is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,6 @@ class BatchTensors:
     `learner.algorithms.advantages`)."""
 
     sequences: Sequences
-    hints: list[str | None]
-    """[N]"""
     episodes: npt.NDArray[np.int64]
     """[N] episode (0..E-1, first-seen order) of each row."""
     loss_weights: Tensor
@@ -134,7 +132,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
 
     Tokens that a version before `min_version` sampled are not fresh; with `mask_truncated`, nor are those of answers that were cut.
     """
-    rows = [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
+    rows = trained_rows(batch)
     check_rows(batch.rows)
     picked = [row.mask.astype(bool) for row in rows]
     versions = _flat([row.versions[own] for row, own in zip(rows, picked)], dtype=np.int32)
@@ -158,7 +156,6 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
-        hints=[row.hint for row in rows],
         episodes=_numbered([row.episode_id for row in rows]),
         loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),
         units=units,
@@ -177,6 +174,11 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
+
+
+def trained_rows(batch: TrainBatch) -> list[Row]:
+    """The rows of a batch that are in its table."""
+    return [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
 
 
 def _labels(row: Row) -> Int32:

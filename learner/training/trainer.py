@@ -52,14 +52,17 @@ from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
-from learner.training.batch_tensors import BatchTensors, Echoed, token_table
+from learner.training.batch_tensors import BatchTensors, Echoed, Tokens, token_table, trained_rows
+from learner.training.hints import hinted_sequences, hints_of
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.said import Sayings
 from learner.training.tree_packing import kept_together
-from learner.training.warm_start import hinted_sequences, load_traces, train_on_traces
+from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
+CHOICES = 100
+"""Likeliest tokens of a hinted place, over which the policy is drawn to it; all others count as one."""
 PROBE_BEYOND = 8
 """Tokens of a probe's prompt behind the longest window."""
 
@@ -73,6 +76,14 @@ class Before(NamedTuple):
     energy: Tensor
 
 
+class Hinted(NamedTuple):
+    """[M, k] tokens and their log-probabilities, and [M] whether the token's row has a hint."""
+
+    ids: Tensor
+    logprobs: Tensor
+    known: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
     """What the updates of a step aim at."""
@@ -84,6 +95,8 @@ class Goals:
     """Weight of the entropy bonus; 0: there is none."""
     reference: Tensor | None
     """[M] log pi_ref where the KL to it is a term of the loss."""
+    hinted: Hinted | None
+    """The policy before the step, as it is where it has read hints."""
     places: Tensor | None = None
     """`Echoed.places`; None: the tokens that are computed are those that are trained."""
     echo: Tensor | None = None
@@ -145,7 +158,8 @@ class Trainer:
         self._trust = {"trust_remote_code": trust_remote_code}
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, **self._trust)
         echoed = tuple(role for role, coef in config.echo.model_dump().items() if coef)
-        self._sayings = Sayings(self._tokenizer, roles=echoed) if echoed else None
+        reads = echoed or config.hints.coef
+        self._sayings = Sayings(self._tokenizer, roles=echoed) if reads else None
         self._source = model_path
         self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
@@ -191,13 +205,15 @@ class Trainer:
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
         echoed = self._echoed(table)
+        hints = self._hints(batch)
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
         self._policy.routing.agreed.zero_()
         minibatches = Minibatches(table, config=config, rng=np.random.default_rng((self._seed, self._own.steps)))
-        rows = range(len(table.hints)) if self._looks_ahead else minibatches.later
+        rows = range(len(table.loss_weights)) if self._looks_ahead else minibatches.later
         before = Before(*self._sweep(table.sequences, critic=True, rows=rows))
+        hinted = self._hinted(table, hints=hints)
         agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
         recomputed, checked = self._recomputed(table, version=version)
         self._token_figures = TokenFigures(
@@ -211,7 +227,7 @@ class Trainer:
         prepared = time.monotonic()
         metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
-            metrics |= self._learn(table, echoed=echoed, before=before, minibatches=minibatches)
+            metrics |= self._learn(table, echoed=echoed, hinted=hinted, before=before, minibatches=minibatches)
         present = (table.versions == version) & table.verifiable
         recomputed[present] = before.logprobs[present]
         if config.check_logprobs:
@@ -230,7 +246,7 @@ class Trainer:
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
             "policy/lag_max": float(lags[lags < self._keep_versions].max()),
             "policy/too_old_share": float((lags >= self._keep_versions).float().mean()),
-            **({"policy/hinted_share": _share(table.hints)} if self._estimator.needs_hints else {}),
+            **({"policy/hinted_share": _share(hints)} if config.hints.coef else {}),
             **({"policy/router_agreement": agreed / max(told, 1.0)} if config.router_replay else {}),
             "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
@@ -254,7 +270,6 @@ class Trainer:
         return (
             estimator.needs_critic
             or estimator.needs_energy
-            or estimator.needs_hints
             or self._teacher is not None
             or (config.kl.coef > 0.0 and config.kl.in_reward)
             or self._own.bonus.is_adaptive
@@ -264,19 +279,50 @@ class Trainer:
 
     def _echoed(self, table: BatchTensors) -> Echoed | None:
         """The rows with what ECHO learns beside what was sampled."""
-        if self._sayings is None:
+        if self._sayings is None or not any(self._config.echo.model_dump().values()):
             return None
         echoed = table.echoed(self._sayings, coefs=self._config.echo.model_dump())
         return replace(echoed, sequences=self._laid_out(echoed.sequences, table=table))
 
+    def _hints(self, batch: TrainBatch) -> list[str | None]:
+        """The hint of each row that is trained."""
+        rows, config = trained_rows(batch), self._config.hints
+        if self._sayings is None or not config.coef:
+            return [None] * len(rows)
+        return hints_of(rows, sources=config.sources, sayings=self._sayings, tokenizer=self._tokenizer)
+
+    def _hinted(self, table: BatchTensors, *, hints: Sequence[str | None]) -> Hinted | None:
+        """What the policy finds likely where it has read hints. None: no row has one."""
+        if not any(hints):
+            return None
+        sequences = hinted_sequences(table.sequences, hints=hints, tokenizer=self._tokenizer)
+        num = min(CHOICES, int(self._policy.lm.config.get_text_config().vocab_size))
+
+        def compute(micro: MicroBatch) -> Tensor:
+            outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, likeliest=num)
+            assert outputs.ids is not None and outputs.choices is not None
+            return torch.cat([outputs.ids.float(), outputs.choices], dim=1).T  # ids are exact: below 2^24
+
+        rows = [row for row, hint in enumerate(hints) if hint]
+        found = self._without_gradient(self._laid_out(sequences, table=table), compute=compute, num=2 * num, rows=rows)
+        known = torch.tensor([hint is not None for hint in hints])[table.rows]
+        return Hinted(found[:num].T.long(), found[num:].T, known)
+
     def _learn(
-        self, table: BatchTensors, *, echoed: Echoed | None, before: Before, minibatches: Minibatches
+        self,
+        table: BatchTensors,
+        *,
+        echoed: Echoed | None,
+        hinted: Hinted | None,
+        before: Before,
+        minibatches: Minibatches,
     ) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
-        shares = table.weights(range(len(table.hints)), mode="token-mean")
+        shares = table.weights(range(len(table.loss_weights)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
+        plan = replace(plan, hinted=hinted)
         began = time.monotonic()
         metrics = self._update(table, echoed=echoed, goals=plan, minibatches=minibatches, before=before) | kl_taken
         entropy = float((shares * before.entropy).sum())
@@ -519,7 +565,9 @@ class Trainer:
         where the estimator needs none."""
 
         def compute(micro: MicroBatch) -> tuple[Tensor | None, ...]:
-            outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
+            outputs: TokenOutputs = self._policy(
+                micro, temperature=self._temperature, entropy=True, energy=self._estimator.needs_energy
+            )
             values = self._values(micro, shared=outputs.values) if critic else None
             return outputs.logprobs, outputs.entropy, values, outputs.energy
 
@@ -544,12 +592,6 @@ class Trainer:
                 if values is not None:
                     found[column, micro.index] = values
         return fsdp.all_sum(found).cpu()
-
-    def _forward(self, micro: MicroBatch, *, entropy: bool, bonus: bool = False, energy: bool = False) -> TokenOutputs:
-        outputs: TokenOutputs = self._policy(
-            micro, temperature=self._temperature, entropy=entropy, bonus=bonus, energy=energy
-        )
-        return outputs
 
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
         """The separate critic's values, or else the policy's own (None: no critic)."""
@@ -651,15 +693,11 @@ class Trainer:
             scale=evidence.scale,
             entropy_coef=self._own.bonus.in_force(entropy),
             reference=None if reference is None or self._config.kl.in_reward else reference.to(self._device),
+            hinted=None,
         ), metrics
 
     def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
         """What the estimator looks at. The scores' size is that of what was scored, without a KL penalty."""
-        hinted = None
-        if self._estimator.needs_hints and any(table.hints):
-            sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
-            sequences = self._laid_out(sequences, table=table)
-            hinted = table.padded(self._sweep(sequences, critic=False)[0] - before.logprobs)
         evidence = AdvantageInputs(
             scores=table.scores,
             groups=table.groups,
@@ -673,7 +711,6 @@ class Trainer:
             scale=1.0,
             min_deviation=self._config.min_deviation,
             baselines=table.baselines,
-            hinted=hinted,
             judges=table.judges,
             roles=table.roles,
             energy=table.padded(before.energy) if self._estimator.needs_energy else None,
@@ -718,6 +755,15 @@ class Trainer:
         if goals.reference is not None:
             guides["policy/kl_ref"] = Guide(
                 kind=config.kl.kind, logprobs=goals.reference, weights=self._own.kl.value * weights, shares=shares
+            )
+        if (hinted := goals.hinted) is not None:
+            means = table.weights(rows, mode="token-mean", of=Tokens(table.rows, table.fresh & hinted.known))
+            means = means.to(self._device)
+            guides["policy/kl_hinted"] = Guide(
+                ids=hinted.ids.to(self._device),
+                logprobs=hinted.logprobs.to(self._device),
+                weights=config.hints.coef * means,
+                shares=means,
             )
         goals = replace(goals, targets=replace(goals.targets, weights=weights, shares=shares, guides=guides))
         if echoed is None:
@@ -769,14 +815,17 @@ class Trainer:
     def _loss(self, micro: MicroBatch, *, goals: Goals, unknown: Tensor | None) -> Loss:
         config = self._config
         has_bonus = goals.entropy_coef > 0.0
-        everything = self._forward(micro, entropy=has_bonus or unknown is not None, bonus=has_bonus)
-        index, sampled = micro.index, ...
-        if goals.places is not None:
-            index = goals.places[micro.index]
-            sampled = index >= 0
-            index = index[sampled]
+        places = micro.index if goals.places is None else goals.places[micro.index]
+        sampled = places >= 0
+        targets = goals.targets.take(index := places[sampled])
+        everything: TokenOutputs = self._policy(
+            micro,
+            temperature=self._temperature,
+            entropy=has_bonus or unknown is not None,
+            bonus=has_bonus,
+            ids=next((guide.ids[places] for guide in goals.targets.guides.values() if guide.ids is not None), None),
+        )
         outputs = everything.of(sampled)
-        targets = goals.targets.take(index)
         if unknown is not None:
             assert outputs.logprobs is not None and outputs.entropy is not None
             present = outputs.logprobs.detach()
@@ -790,6 +839,7 @@ class Trainer:
             config=config,
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
+            choices=outputs.choices,
         )
         if goals.echo is not None:
             echo, mean = (cross_entropy(everything.logprobs, weights=each) for each in goals.echo[:, micro.index])
@@ -828,7 +878,7 @@ class Minibatches:
     def later(self) -> list[int]:
         """The rows that are not in the first one."""
         first = set(self._first[0]) if self._first else set()
-        return [row for row in range(len(self._table.hints)) if row not in first]
+        return [row for row in range(len(self._table.loss_weights)) if row not in first]
 
     def _split(self) -> list[list[int]]:
         sequences = self._table.sequences

@@ -194,7 +194,7 @@ def test_a_value_that_cannot_be_empty_is_asked_for() -> None:
         ("roles={a: {}, b: {url: 'ftp://a'}}", "url must begin with http:// or https://"),
         ("roles={a: {model: m}}", "model and key_variable are of a url"),
         ("roles={'a b': {}}", "roles"),
-        ("learner.advantage=teacher", "learner.teacher.path=''"),
+        ("learner.advantage=none", "learner.teacher.path='' and learner.hints.coef=0"),
         ("learner.teacher.coef=2.0", "learner.teacher.coef has an effect with a learner.teacher.path only"),
     ],
 )
