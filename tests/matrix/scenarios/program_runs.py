@@ -172,7 +172,10 @@ def _judged() -> list[Run]:
         ),
         Run(
             name="parsers",
-            settings={**JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1},
+            settings={
+                **JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1,
+                "learner.echo.tool": 0.2,
+            },
             files=fates("tools", "two rounds"),
             environment=notes,
         ),
