@@ -395,6 +395,11 @@ class EchoConfig(Section):
     user: NotNegative = 0.0
     """The same on what an environment, or a user, said after the policy's first answer."""
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those that have a weight."""
+        return tuple(role for role, weight in self.model_dump().items() if weight)
+
 
 class HintsConfig(Section):
     coef: NotNegative = 0.0

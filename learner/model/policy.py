@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from copy import copy
 from functools import partial
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +45,10 @@ class TokenOutputs(NamedTuple):
     choices: Tensor | None = None
     """[m, k] their log-probabilities."""
 
-    def of(self, index: Tensor | EllipsisType) -> TokenOutputs:
+    def of(self, chosen: Tensor) -> TokenOutputs:
         """Those of some tokens."""
-        chosen = {
-            name: None if each is None else each[index] for name, each in self._asdict().items() if name != "balance"
-        }
-        return self._replace(**chosen)
+        each = self._replace(balance=None)._asdict().items()
+        return self._replace(**{name: whole[chosen] for name, whole in each if whole is not None})
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -127,15 +124,8 @@ class Policy(nn.Module):  # type: ignore[misc]
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, _of_rows(values, micro))
-        compute = partial(
-            self._chunk,
-            kind=kind,
-            temperature=temperature,
-            entropy=entropy,
-            bonus=bonus,
-            energy=energy,
-            likeliest=likeliest,
-        )
+        asked: dict[str, Any] = {"entropy": entropy, "bonus": bonus, "energy": energy, "likeliest": likeliest}
+        compute = partial(self._chunk, kind=kind, temperature=temperature, **asked)
         if ids is None:
             outputs = [_of_rows(output, micro) for output in self._in_chunks(compute, chosen, micro.tokens)]
         else:  # what rows share has other choices in each

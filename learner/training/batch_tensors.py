@@ -53,6 +53,10 @@ class BatchTensors:
     `learner.algorithms.advantages`)."""
 
     sequences: Sequences
+    hints: list[str | None]
+    """[N] None: nobody asked, or there is none."""
+    echoed: Echoed | None = None
+    """None: nobody asked."""
     episodes: npt.NDArray[np.int64]
     """[N] episode (0..E-1, first-seen order) of each row."""
     loss_weights: Tensor
@@ -104,28 +108,6 @@ class BatchTensors:
         per_row = role_weights(self.loss_weights * chosen, roles=self.roles, counts=counts, norm=norm, mode=mode)
         return torch.where(counted, per_row[owners], 0.0)
 
-    def echoed(self, sayings: Sayings, *, coefs: Mapping[str, float]) -> Echoed:
-        """The rows with what was said between their answers, where its role has a coefficient."""
-        masks, coef, rows = [], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
-        for row, (ids, mask) in enumerate(zip(self.sequences.ids, self.sequences.masks)):
-            own = np.zeros(len(ids), np.float32)
-            for role, start, stop in sayings.of(ids, mask=mask):
-                own[start:stop] = coefs[role]
-            places = np.flatnonzero(mask | (own > 0.0))
-            masks.append((mask | (own > 0.0)).astype(np.uint8))
-            coef.append(own[places])
-            rows.append(np.full(len(places), row))
-        flat = torch.from_numpy(np.concatenate(coef))
-        sampled = flat == 0.0
-        return Echoed(
-            sequences=Sequences(
-                self.sequences.ids, masks=masks, experts=self.sequences.experts, labels=self.sequences.labels
-            ),
-            tokens=Tokens(torch.from_numpy(np.concatenate(rows)), ~sampled),
-            places=torch.where(sampled, sampled.cumsum(0) - 1, -1),
-            coef=flat,
-        )
-
 
 def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = False) -> BatchTensors:
     """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule.
@@ -156,6 +138,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
+        hints=[None] * len(rows),
         episodes=_numbered([row.episode_id for row in rows]),
         loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),
         units=units,
@@ -174,6 +157,21 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
+
+
+def echo_of(rows: Sequences, *, sayings: Sayings, coefs: Mapping[str, float]) -> Echoed:
+    """The rows of a table with what was said between their answers, where its role has a coefficient."""
+    own = [np.zeros(len(ids), np.float32) for ids in rows.ids]
+    for coef, ids, mask in zip(own, rows.ids, rows.masks):
+        for role, start, stop in sayings.of(ids, mask=mask):
+            coef[start:stop] = coefs[role]
+    masks = [(mask | (coef > 0.0)).astype(np.uint8) for coef, mask in zip(own, rows.masks)]
+    flat = torch.from_numpy(np.concatenate([coef[mask == 1] for coef, mask in zip(own, masks)]))
+    sequences = Sequences(rows.ids, masks=masks, experts=rows.experts, labels=rows.labels)
+    owners = torch.from_numpy(np.repeat(np.arange(len(masks)), sequences.counts))
+    sampled = flat == 0.0
+    places = torch.where(sampled, sampled.cumsum(0) - 1, -1)
+    return Echoed(sequences=sequences, tokens=Tokens(owners, ~sampled), places=places, coef=flat)
 
 
 def trained_rows(batch: TrainBatch) -> list[Row]:

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
-from buffers.records import TrainBatch
+from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
@@ -52,7 +52,7 @@ from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
-from learner.training.batch_tensors import BatchTensors, Echoed, Tokens, token_table, trained_rows
+from learner.training.batch_tensors import BatchTensors, Tokens, echo_of, token_table, trained_rows
 from learner.training.hints import hinted_sequences, hints_of
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
@@ -67,6 +67,14 @@ PROBE_BEYOND = 8
 """Tokens of a probe's prompt behind the longest window."""
 
 
+class Hinted(NamedTuple):
+    """The policy before a step where it has read hints: [M, k] tokens and their log-probabilities, [M] whether the row has one."""
+
+    ids: Tensor
+    logprobs: Tensor
+    known: Tensor
+
+
 class Before(NamedTuple):
     """[M] each, of the trained tokens under the weights before a step."""
 
@@ -74,14 +82,7 @@ class Before(NamedTuple):
     entropy: Tensor
     values: Tensor
     energy: Tensor
-
-
-class Hinted(NamedTuple):
-    """[M, k] tokens and their log-probabilities, and [M] whether the token's row has a hint."""
-
-    ids: Tensor
-    logprobs: Tensor
-    known: Tensor
+    hinted: Hinted | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,6 @@ class Goals:
     reference: Tensor | None
     """[M] log pi_ref where the KL to it is a term of the loss."""
     hinted: Hinted | None
-    """The policy before the step, as it is where it has read hints."""
     places: Tensor | None = None
     """`Echoed.places`; None: the tokens that are computed are those that are trained."""
     echo: Tensor | None = None
@@ -157,9 +157,9 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._trust = {"trust_remote_code": trust_remote_code}
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, **self._trust)
-        echoed = tuple(role for role, coef in config.echo.model_dump().items() if coef)
-        reads = echoed or config.hints.coef
-        self._sayings = Sayings(self._tokenizer, roles=echoed) if reads else None
+        self._sayings = (
+            Sayings(self._tokenizer, roles=config.echo.roles) if config.echo.roles or config.hints.coef else None
+        )
         self._source = model_path
         self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
@@ -204,16 +204,15 @@ class Trainer:
         started = time.monotonic()
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
-        echoed = self._echoed(table)
-        hints = self._hints(batch)
+        table = self._with_words(table, rows=trained_rows(batch))
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
         self._policy.routing.agreed.zero_()
         minibatches = Minibatches(table, config=config, rng=np.random.default_rng((self._seed, self._own.steps)))
         rows = range(len(table.loss_weights)) if self._looks_ahead else minibatches.later
-        before = Before(*self._sweep(table.sequences, critic=True, rows=rows))
-        hinted = self._hinted(table, hints=hints)
+        logprobs, entropy, values, energy = self._sweep(table.sequences, critic=True, rows=rows)
+        before = Before(logprobs, entropy, values, energy, self._hinted(table))
         agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
         recomputed, checked = self._recomputed(table, version=version)
         self._token_figures = TokenFigures(
@@ -227,7 +226,7 @@ class Trainer:
         prepared = time.monotonic()
         metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
-            metrics |= self._learn(table, echoed=echoed, hinted=hinted, before=before, minibatches=minibatches)
+            metrics |= self._learn(table, before=before, minibatches=minibatches)
         present = (table.versions == version) & table.verifiable
         recomputed[present] = before.logprobs[present]
         if config.check_logprobs:
@@ -246,13 +245,13 @@ class Trainer:
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
             "policy/lag_max": float(lags[lags < self._keep_versions].max()),
             "policy/too_old_share": float((lags >= self._keep_versions).float().mean()),
-            **({"policy/hinted_share": _share(hints)} if config.hints.coef else {}),
+            **({"policy/hinted_share": _share(table.hints)} if config.hints.coef else {}),
             **({"policy/router_agreement": agreed / max(told, 1.0)} if config.router_replay else {}),
             "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/raw_over_unique": table.sequences.raw_over_unique,
             "learner/trained_tokens": float(table.sequences.num_trained),
-            **({} if echoed is None else {"learner/echo_tokens": float(echoed.tokens.counted.sum())}),
+            **({} if table.echoed is None else {"learner/echo_tokens": float(table.echoed.tokens.counted.sum())}),
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
         }
@@ -277,54 +276,43 @@ class Trainer:
             or config.router_replay
         )
 
-    def _echoed(self, table: BatchTensors) -> Echoed | None:
-        """The rows with what ECHO learns beside what was sampled."""
-        if self._sayings is None or not any(self._config.echo.model_dump().values()):
-            return None
-        echoed = table.echoed(self._sayings, coefs=self._config.echo.model_dump())
-        return replace(echoed, sequences=self._laid_out(echoed.sequences, table=table))
+    def _with_words(self, table: BatchTensors, *, rows: Sequence[Row]) -> BatchTensors:
+        """With the rows' hints, and what ECHO learns of them."""
+        config, sayings = self._config, self._sayings
+        if sayings is not None and config.hints.coef:
+            hints = hints_of(rows, sources=config.hints.sources, sayings=sayings, tokenizer=self._tokenizer)
+            table = replace(table, hints=hints)
+        if sayings is not None and config.echo.roles:
+            echoed = echo_of(table.sequences, sayings=sayings, coefs=config.echo.model_dump())
+            sequences = self._laid_out(echoed.sequences, table=table)
+            table = replace(table, echoed=replace(echoed, sequences=sequences))
+        return table
 
-    def _hints(self, batch: TrainBatch) -> list[str | None]:
-        """The hint of each row that is trained."""
-        rows, config = trained_rows(batch), self._config.hints
-        if self._sayings is None or not config.coef:
-            return [None] * len(rows)
-        return hints_of(rows, sources=config.sources, sayings=self._sayings, tokenizer=self._tokenizer)
-
-    def _hinted(self, table: BatchTensors, *, hints: Sequence[str | None]) -> Hinted | None:
-        """What the policy finds likely where it has read hints. None: no row has one."""
-        if not any(hints):
+    def _hinted(self, table: BatchTensors) -> Hinted | None:
+        """None: no row has a hint."""
+        if not any(table.hints):
             return None
-        sequences = hinted_sequences(table.sequences, hints=hints, tokenizer=self._tokenizer)
+        sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
         num = min(CHOICES, int(self._policy.lm.config.get_text_config().vocab_size))
 
         def compute(micro: MicroBatch) -> Tensor:
-            outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, likeliest=num)
+            outputs = self._forward(micro, likeliest=num)
             assert outputs.ids is not None and outputs.choices is not None
             return torch.cat([outputs.ids.float(), outputs.choices], dim=1).T  # ids are exact: below 2^24
 
-        rows = [row for row, hint in enumerate(hints) if hint]
+        rows = [row for row, hint in enumerate(table.hints) if hint]
         found = self._without_gradient(self._laid_out(sequences, table=table), compute=compute, num=2 * num, rows=rows)
-        known = torch.tensor([hint is not None for hint in hints])[table.rows]
+        known = torch.tensor([hint is not None for hint in table.hints])[table.rows]
         return Hinted(found[:num].T.long(), found[num:].T, known)
 
-    def _learn(
-        self,
-        table: BatchTensors,
-        *,
-        echoed: Echoed | None,
-        hinted: Hinted | None,
-        before: Before,
-        minibatches: Minibatches,
-    ) -> dict[str, float]:
+    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
         shares = table.weights(range(len(table.loss_weights)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
-        plan = replace(plan, hinted=hinted)
         began = time.monotonic()
-        metrics = self._update(table, echoed=echoed, goals=plan, minibatches=minibatches, before=before) | kl_taken
+        metrics = self._update(table, goals=plan, minibatches=minibatches, before=before) | kl_taken
         entropy = float((shares * before.entropy).sum())
         metrics["policy/entropy"] = entropy
         metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
@@ -565,9 +553,7 @@ class Trainer:
         where the estimator needs none."""
 
         def compute(micro: MicroBatch) -> tuple[Tensor | None, ...]:
-            outputs: TokenOutputs = self._policy(
-                micro, temperature=self._temperature, entropy=True, energy=self._estimator.needs_energy
-            )
+            outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
             values = self._values(micro, shared=outputs.values) if critic else None
             return outputs.logprobs, outputs.entropy, values, outputs.energy
 
@@ -592,6 +578,10 @@ class Trainer:
                 if values is not None:
                     found[column, micro.index] = values
         return fsdp.all_sum(found).cpu()
+
+    def _forward(self, micro: MicroBatch, **options: Any) -> TokenOutputs:
+        outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, **options)
+        return outputs
 
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
         """The separate critic's values, or else the policy's own (None: no critic)."""
@@ -693,7 +683,7 @@ class Trainer:
             scale=evidence.scale,
             entropy_coef=self._own.bonus.in_force(entropy),
             reference=None if reference is None or self._config.kl.in_reward else reference.to(self._device),
-            hinted=None,
+            hinted=before.hinted,
         ), metrics
 
     def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
@@ -721,7 +711,7 @@ class Trainer:
         return calibrated_evidence(evidence) if fits else evidence
 
     def _update(
-        self, table: BatchTensors, *, echoed: Echoed | None, goals: Goals, minibatches: Minibatches, before: Before
+        self, table: BatchTensors, *, goals: Goals, minibatches: Minibatches, before: Before
     ) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates. The first tells what is not in `before` yet."""
         config = self._config
@@ -731,10 +721,10 @@ class Trainer:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
-        sequences = table.sequences if echoed is None else echoed.sequences
+        sequences = table.sequences if table.echoed is None else table.echoed.sequences
         unknown = None if self._looks_ahead else torch.zeros(2, table.sequences.num_trained, device=self._device)
         for rows in minibatches:
-            goals = self._weighed(goals, table=table, echoed=echoed, rows=rows)
+            goals = self._weighed(goals, table=table, rows=rows)
             picked = self._pick(goals.targets, seed=int(minibatches.rng.integers(2**31)))
             goals = replace(goals, targets=replace(goals.targets, picked=picked))
             self._update_once(sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
@@ -746,7 +736,7 @@ class Trainer:
                 unknown = None
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
 
-    def _weighed(self, goals: Goals, *, table: BatchTensors, echoed: Echoed | None, rows: Sequence[int]) -> Goals:
+    def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Goals:
         """With the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
         config = self._config
         weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm).to(self._device)
@@ -766,7 +756,7 @@ class Trainer:
                 shares=means,
             )
         goals = replace(goals, targets=replace(goals.targets, weights=weights, shares=shares, guides=guides))
-        if echoed is None:
+        if (echoed := table.echoed) is None:
             return goals
         means = table.weights(rows, mode="token-mean", of=echoed.tokens)
         echo = torch.stack([echoed.coef * means, means]).to(self._device)
@@ -818,9 +808,8 @@ class Trainer:
         places = micro.index if goals.places is None else goals.places[micro.index]
         sampled = places >= 0
         targets = goals.targets.take(index := places[sampled])
-        everything: TokenOutputs = self._policy(
+        everything = self._forward(
             micro,
-            temperature=self._temperature,
             entropy=has_bonus or unknown is not None,
             bonus=has_bonus,
             ids=next((guide.ids[places] for guide in goals.targets.guides.values() if guide.ids is not None), None),
