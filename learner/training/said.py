@@ -59,7 +59,8 @@ class Sayings:
                 rf"{re.escape(frame.opening)}\s*(?P<{role}>.*?)\s*{re.escape(frame.end)}"
                 for role, frame in self._frames.items()
                 if role == "user" or frame != self._frames.get("user")
-            ),
+            )
+            or "(?!)",  # a template without roles: nothing is found
             re.DOTALL,
         )
 

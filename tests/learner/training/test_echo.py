@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
@@ -114,6 +116,29 @@ def test_a_role_that_the_template_cannot_show_is_refused(tokenizer: Any) -> None
     tokenizer.chat_template = GEMMA.replace("{{ raise_exception('no tools') }}", "").replace("m.role }}", "'user' }}")
     with pytest.raises(ValueError, match=r"set learner\.echo\.user, which then means both"):
         Sayings(tokenizer, roles=("tool",))
+
+
+CONTENTS = st.lists(
+    st.tuples(st.sampled_from(["tool", "user"]), st.text(max_size=12).filter(lambda text: "<" not in text)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.seconds
+@given(said=CONTENTS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_found_but_for_the_spaces_around_it(tokenizer: Any, said: list[tuple[str, str]]) -> None:
+    told = [{"role": role, "content": text} for role, text in said]
+    found = _found(tokenizer, _row(tokenizer, told=told))
+    whole = [(role, text.strip()) for role, text in said if text.strip()]
+    assert [(role, text.strip()) for role, text in found] == whole
+
+
+def test_nothing_is_found_where_the_template_has_no_roles(tokenizer: Any) -> None:
+    row = _row(tokenizer, told=TOLD)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert Sayings(tokenizer).of(row.ids, mask=row.mask) == []
 
 
 @pytest.fixture
