@@ -405,7 +405,7 @@ class HintsConfig(Section):
     coef: NotNegative = 0.0
     """Weight of the distillation from the policy that has read a row's hint to the one that has not. 0: none."""
     sources: Annotated[list[Literal["hint", "said", "sibling"]], Field(min_length=1)] = ["hint"]
-    """Where hints come from. hint: a judge's, or the task's `extra_info.hint`; said: what tools and the environment said after the
+    """The origins of hints. hint: a judge's, or the task's `extra_info.hint`; said: what tools and the environment said after the
     episode's first answer; sibling: the answers of the group's best episode, for those that scored less."""
 
 

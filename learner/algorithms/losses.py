@@ -149,7 +149,7 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def cross_entropy(logprobs: Tensor, *, weights: Tensor) -> Tensor:
-    """-sum(weight * log pi) of tokens that somebody said."""
+    """-sum(weight * log pi): the loss of tokens that were given, not sampled."""
     return -(weights * logprobs).sum()
 
 

@@ -28,7 +28,7 @@ ID_BITS = 20
 
 
 class Tokens(NamedTuple):
-    """Of a batch: [L] int64 row of each, and [L] bool: whether it counts."""
+    """L tokens of a batch: [L] int64 row of each, and [L] bool: whether it counts."""
 
     rows: Tensor
     counted: Tensor
@@ -36,11 +36,11 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echoed:
-    """A batch's rows with L tokens: those that are trained, and those that somebody else said."""
+    """A batch's rows with L tokens: those that are trained, and those that tools, environments and users said."""
 
     sequences: Sequences
     tokens: Tokens
-    """Those that somebody else said count."""
+    """The trained ones do not count."""
     places: Tensor
     """[L] int64 number of a trained token among the M, -1 for others."""
     coef: Tensor

@@ -19,7 +19,7 @@ from buffers.records import Int32, UInt8
 from learner.training.warm_start import generation_prompt
 
 ROLES = ("tool", "user")
-"""In this order: many templates write a tool's result into a user's turn."""
+"""Tools come first: many templates write a tool's result into a user's turn."""
 ANSWER, CONTENT = "answer-6f1d0c2a", "content-6f1d0c2a"
 
 

@@ -277,7 +277,7 @@ class Trainer:
         )
 
     def _with_words(self, table: BatchTensors, *, rows: Sequence[Row]) -> BatchTensors:
-        """With the rows' hints, and what ECHO learns of them."""
+        """The table with the rows' hints, and what ECHO learns of them."""
         config, sayings = self._config, self._sayings
         if sayings is not None and config.hints.coef:
             hints = hints_of(rows, sources=config.hints.sources, sayings=sayings, tokenizer=self._tokenizer)
@@ -737,7 +737,7 @@ class Trainer:
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
 
     def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Goals:
-        """With the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
+        """The goals with the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
         config = self._config
         weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm).to(self._device)
         shares = table.weights(rows, mode="token-mean").to(self._device)
