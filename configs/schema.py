@@ -403,7 +403,7 @@ class EchoConfig(Section):
 
 class HintsConfig(Section):
     coef: NotNegative = 0.0
-    """Weight of the distillation from the policy that has read a row's hint to the one that has not. 0: none."""
+    """Weight of the distillation from the reference that has read a row's hint to the policy, which has not. 0: none."""
     sources: Annotated[list[Literal["hint", "said", "sibling"]], Field(min_length=1)] = ["hint"]
     """The origins of hints. hint: a judge's, or the task's `extra_info.hint`; said: what tools and the environment said after the
     episode's first answer; sibling: the answers of the group's best episode, for those that scored less."""

@@ -68,7 +68,7 @@ PROBE_BEYOND = 8
 
 
 class Hinted(NamedTuple):
-    """The policy before a step where it has read hints: [M, k] tokens and their log-probabilities, [M] whether the row has one."""
+    """The reference where it has read hints: [M, k] tokens and their log-probabilities, [M] whether the row has one."""
 
     ids: Tensor
     logprobs: Tensor
@@ -206,14 +206,14 @@ class Trainer:
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
         table = self._with_words(table, rows=trained_rows(batch))
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
-        if config.kl.coef > 0.0 and self._own.reference is None:
+        if (config.kl.coef > 0.0 or config.hints.coef > 0.0) and self._own.reference is None:
             self._own.reference = self._kept_weights()
         self._policy.routing.agreed.zero_()
         minibatches = Minibatches(table, config=config, rng=np.random.default_rng((self._seed, self._own.steps)))
         rows = range(len(table.loss_weights)) if self._looks_ahead else minibatches.later
         logprobs, entropy, values, energy = self._sweep(table.sequences, critic=True, rows=rows)
-        before = Before(logprobs, entropy, values, energy, self._hinted(table))
         agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
+        before = Before(logprobs, entropy, values, energy, self._hinted(table))
         recomputed, checked = self._recomputed(table, version=version)
         self._token_figures = TokenFigures(
             learner=recomputed.numpy(),
@@ -289,8 +289,8 @@ class Trainer:
         return table
 
     def _hinted(self, table: BatchTensors) -> Hinted | None:
-        """None: no row has a hint."""
-        if not any(table.hints):
+        """None: no row has a hint. It is the reference that reads: a policy that learns all the while forgets how to."""
+        if not any(table.hints) or self._own.reference is None:
             return None
         sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
         num = min(CHOICES, int(self._policy.lm.config.get_text_config().vocab_size))
@@ -301,7 +301,9 @@ class Trainer:
             return torch.cat([outputs.ids.float(), outputs.choices], dim=1).T  # ids are exact: below 2^24
 
         rows = [row for row, hint in enumerate(table.hints) if hint]
-        found = self._without_gradient(self._laid_out(sequences, table=table), compute=compute, num=2 * num, rows=rows)
+        sequences = self._laid_out(sequences, table=table)
+        with fsdp.swapped(self._policy, shards=self._own.reference):
+            found = self._without_gradient(sequences, compute=compute, num=2 * num, rows=rows)
         known = torch.tensor([hint is not None for hint in table.hints])[table.rows]
         return Hinted(found[:num].T.long(), found[num:].T, known)
 
@@ -435,7 +437,7 @@ class Trainer:
             folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
         )
         reference = copies.pop(REFERENCE, None)
-        self._own.reference = reference if self._config.kl.coef > 0.0 else None
+        self._own.reference = reference if self._config.kl.coef > 0.0 or self._config.hints.coef > 0.0 else None
         self._own.history = {int(old): shards for old, shards in copies.items()} if self._config.check_logprobs else {}
         self._own.steps = counters.steps
         if counters.kl_coef is not None and self._own.kl.is_adaptive:
@@ -650,7 +652,7 @@ class Trainer:
     ) -> tuple[Goals, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
         reference, rewards, metrics = None, table.rewards, {}
-        if self._own.reference is not None:
+        if self._own.reference is not None and self._config.kl.coef > 0.0:
             with fsdp.swapped(self._policy, shards=self._own.reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
             if self._config.kl.in_reward:

@@ -20,6 +20,7 @@ from learner.algorithms.importance_weights import CORRECTIONS
 from learner.algorithms.losses import AGGREGATIONS
 from learner.algorithms.objectives import LOSSES
 from learner.model import policy
+from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hints import hinted_sequences
 from learner.training.packing import Sequences
 from learner.training.trainer import Trainer
@@ -483,6 +484,37 @@ def test_hints_bring_the_policy_nearer_to_itself_with_them(trainer: MakeTrainer)
     assert "policy/kl_hinted" not in metrics
     found = [learner.train_step(hinted, version=version)["policy/kl_hinted"] for version in range(1, 5)]
     assert found[-1] < 0.5 * found[0]
+
+
+def test_hints_are_read_by_the_policy_of_the_first_step_after_a_resume_too(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    hinted = [replace(row, score=0.0, hint="<|im_end|>" * 3) for row in _bandit().rows]
+    options = {
+        "advantage": "none",
+        "critic": "none",
+        "hints": {"coef": 1.0},
+        "lr": 3e-2,
+        "lr_warmup_steps": 0,
+        "keep_versions": 9,
+    }
+    learner = trainer(**options)
+    first, second = (
+        learner._hinted(_with_hints(learner, hinted))
+        for _ in range(2)
+        if learner.train_step(TrainBatch(rows=hinted), version=0)
+    )
+    assert first is not None and second is not None and torch.equal(first.logprobs, second.logprobs)
+    learner.save(tmp_path / "state")
+    resumed = trainer(**options)
+    resumed.load(tmp_path / "state")
+    again = resumed._hinted(_with_hints(resumed, hinted))
+    assert again is not None and torch.equal(first.logprobs, again.logprobs)
+
+
+def _with_hints(learner: Trainer, rows: list[Row]) -> BatchTensors:
+    table = learner._with_words(token_table(TrainBatch(rows=rows), min_version=0), rows=rows)
+    return replace(table, sequences=learner._laid_out(table.sequences, table=table))
 
 
 def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp_path: Path) -> None:
