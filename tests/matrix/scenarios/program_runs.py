@@ -174,7 +174,6 @@ def _judged() -> list[Run]:
             name="parsers",
             settings={
                 **JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1,
-                "learner.echo.tool": 0.2,
             },
             files=fates("tools", "two rounds"),
             environment=notes,
