@@ -3,7 +3,7 @@
 `python -m benchmarks.learning [--recipes grpo ...] [--lags 0 1 4] [--seeds 0 1 2] [--steps 40] [--json PATH]`. Whole runs of the
 product, one at a time; the lag is `buffer.max_policy_lag`, the most that there may be, and `mean_lag` what there was. A recipe
 (`configs/recipes.py`) sets what its paper sets; learning rate, batch and critic's rate are the demo's for all. `demo` is the demo's
-own configuration (decoupled PPO with truncated weights), `demo_naive` the same on the ratio to the behaviour policy. `cpo` is not
+own configuration (decoupled PPO with truncated weights), `demo_naive` the same on the ratio to the behaviour policy. `sdft` is not
 among them: the game's tasks have no hints. Reported for each: the first update after which the mean of WINDOW batches was TARGET or
 more, and the mean reward of the last WINDOW batches. Invariant: it tunes nothing; what does not learn is shown too.
 """
@@ -27,7 +27,7 @@ WINDOW = 5
 SETTINGS = {
     "demo": (),
     "demo_naive": ("learner.correction=naive",),
-    **{recipe: (f"learner.recipe={recipe}",) for recipe in RECIPES if recipe != "cpo"},
+    **{recipe: (f"learner.recipe={recipe}",) for recipe in RECIPES if recipe != "sdft"},
 }
 """Recipe -> what it changes of the demo's configuration."""
 

@@ -177,7 +177,7 @@ class ScoreDetail:
     revise: bool = False
     """Replaces what this judge said before, while the episode's group is not in a batch."""
     hint: str = ""
-    """What this judge would have told the policy before it answered; `learner.advantage=cpo` learns from it."""
+    """What this judge would have told the policy before it answered; `learner.hints` learns from it."""
 
     def __post_init__(self) -> None:
         if sum((self.round_index is not None, self.branch is not None, bool(self.role))) > 1:

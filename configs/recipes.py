@@ -163,6 +163,22 @@ RECIPES: dict[str, Values] = {
         "loss_agg": "token-mean",
         "cov": {"share": 2e-4, "kl_coef": 1.0},
     },
+    # arXiv:2601.20802: no advantage; the policy that has read the feedback, or a better answer, teaches
+    "sdpo": {
+        "advantage": "none",
+        "critic": "none",
+        "loss": "gpg",
+        "loss_agg": "token-mean",
+        "hints": {"coef": 1.0, "sources": ["hint", "said", "sibling"]},
+    },
+    # arXiv:2601.19897: the same from a demonstration that the task brings
+    "sdft": {
+        "advantage": "none",
+        "critic": "none",
+        "loss": "gpg",
+        "loss_agg": "token-mean",
+        "hints": {"coef": 1.0, "sources": ["hint"]},
+    },
 }
 """Recipe -> what it sets in the learner's section."""
 SYSTEM_KEYS = frozenset(

@@ -101,6 +101,7 @@ RULES = (
     Needs(keys=("adaptive_entropy.step", "adaptive_entropy.most"), beside="adaptive_entropy.target", example="0.2"),
     Needs(keys=("lora.alpha", "lora.per_role"), beside="lora.rank", example="32"),
     Needs(keys=("teacher.coef",), beside="teacher.path", example="models/teacher"),
+    Needs(keys=("hints.sources",), beside="hints.coef", example="1"),
 )
 KEYS = {"aggregation": "loss_agg"}
 """What a rule looks at -> the key that sets it."""

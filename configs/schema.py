@@ -418,7 +418,27 @@ class TeacherConfig(Section):
     Empty: there is no teacher."""
     coef: Positive = 1.0
     """Weight of log pi_teacher - log pi in the advantage of each token: the reverse KL, beside the reward, or alone with
-    `learner.advantage: teacher`."""
+    `learner.advantage: none`."""
+
+
+class EchoConfig(Section):
+    tool: NotNegative = 0.0
+    """Weight of a cross-entropy on the results of tools: the policy learns to foresee them (ECHO; prime-rl has 0.1). 0: none."""
+    user: NotNegative = 0.0
+    """The same on what an environment, or a user, said after the policy's first answer."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those that have a weight."""
+        return tuple(role for role, weight in self.model_dump().items() if weight)
+
+
+class HintsConfig(Section):
+    coef: NotNegative = 0.0
+    """Weight of the distillation from the reference that has read a row's hint to the policy, which has not. 0: none."""
+    sources: Annotated[list[Literal["hint", "said", "sibling"]], Field(min_length=1)] = ["hint"]
+    """The origins of hints. hint: a judge's, or the task's `extra_info.hint`; said: what tools and the environment said after the
+    episode's first answer; sibling: the answers of the group's best episode, for those that scored less."""
 
 
 class LearnerConfig(Section):
@@ -445,6 +465,8 @@ class LearnerConfig(Section):
             "gdpo",
             "clip_cov",
             "kl_cov",
+            "sdpo",
+            "sdft",
         ]
         | None
     ) = None
@@ -465,11 +487,10 @@ class LearnerConfig(Section):
         "gdpo",
         "grpo_passk",
         "otb",
-        "cpo",
-        "teacher",
+        "none",
     ] = "gae"
-    """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, teacher looks at no score, the others
-    compare one group."""
+    """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, none looks at no score (a teacher or
+    hints say what is good), the others compare one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
     optimizer."""
@@ -536,6 +557,8 @@ class LearnerConfig(Section):
     rejection: RejectionConfig = RejectionConfig()
     kl: KLConfig = KLConfig()
     teacher: TeacherConfig = TeacherConfig()
+    echo: EchoConfig = EchoConfig()
+    hints: HintsConfig = HintsConfig()
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
@@ -691,18 +714,23 @@ class Config(Section):
             raise ValueError(
                 "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
             )
-        if learner.advantage == "teacher" and not learner.teacher.path:
+        if learner.advantage == "none" and not (learner.teacher.path or learner.hints.coef):
             raise ValueError(
-                "learner.advantage=teacher learns from a teacher alone, got learner.teacher.path=''; set it to a model's folder"
+                "learner.advantage=none needs another signal, got learner.teacher.path='' and learner.hints.coef=0; set one of them"
             )
-        compares_groups = learner.advantage not in ("gae", "reinforce_plus_plus", "teacher")
+        if learner.hints.coef and "sibling" in learner.hints.sources and self.buffer.group_size < 2:
+            raise ValueError(
+                f"learner.hints.sources=sibling compares episodes of one task: buffer.group_size must be >= 2, got "
+                f"{self.buffer.group_size}; set buffer.group_size=8"
+            )
+        compares_groups = learner.advantage not in ("gae", "reinforce_plus_plus", "none")
         if compares_groups and self.buffer.group_size < 2:
             raise ValueError(
                 f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
         self._check_data()
-        fewest, least = self.agents.fewest_members, 1 if learner.advantage in ("gae", "teacher") else 2
+        fewest, least = self.agents.fewest_members, 1 if learner.advantage in ("gae", "none") else 2
         if fewest is not None and not least <= fewest <= self.buffer.group_size:
             raise ValueError(
                 f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "

@@ -8,7 +8,7 @@ fails its own episodes (ScoreError), and a number that is none is refused by the
 groups: that is done where batches are made.
 
 A score is a number; or a mapping with verl's `score`, or with a score by the name of each judge (their mean counts, `gdpo` takes
-them apart); a mapping may have a `hint`, what the policy should have been told, which `cpo` learns from.
+them apart); a mapping may have a `hint`, what the policy should have been told, which `learner.hints` learns from.
 
 A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`. The task has
 its ground truth. Of a program the answer is what it printed, at most its last 64 KiB, and an item has its `exit_code` too.

@@ -12,7 +12,6 @@ all its rows, or a single row (a branch with a score of its own). Column k of a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,9 +19,6 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.kl import LOG_RATIO_LIMIT
-
-HINT_LIMIT = math.log(2.0)
-"""Largest advantage that a hint gives a token under `cpo`: a hint that doubles its probability, or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +48,6 @@ class AdvantageInputs:
     """Least deviation that whitening divides by, in units of `scale`."""
     baselines: Tensor | None = None
     """[U] score of the unit's group under greedy sampling (`remax`)."""
-    hinted: Tensor | None = None
-    """[N, K] log pi(token | hint) - log pi(token) (`cpo`)."""
     judges: Tensor | None = None
     """[U, J] score of each judge, nan where it gave none (`gdpo`); None: the score is of one judge."""
     roles: Tensor | None = None
@@ -76,7 +70,6 @@ class Estimator:
 
     compute: Callable[[AdvantageInputs], Estimate]
     needs_critic: bool = False
-    needs_hints: bool = False
     needs_energy: bool = False
     in_scores: bool = False
     """Advantages are in units of the score, not normalised: they and their gradients grow with it."""
@@ -211,20 +204,8 @@ def _reinforce_plus_plus_baseline(evidence: AdvantageInputs) -> Estimate:
     )
 
 
-def _cpo(evidence: AdvantageInputs) -> Estimate:
-    """Curriculum policy optimization: GRPO where a group differs; where all failed, and GRPO is silent, each token's
-    advantage is how much likelier a hint makes it: log pi(token | hint) - log pi(token), within `HINT_LIMIT`."""
-    estimate = ESTIMATORS["grpo"].compute(evidence)
-    if evidence.hinted is None:  # no row of this batch has a hint
-        return estimate
-    hard = difficulty(evidence.scores, groups=evidence.groups)[evidence.units] < 0
-    guided = evidence.hinted.clamp(-HINT_LIMIT, HINT_LIMIT)
-    advantages = torch.where(evidence.mask & hard[:, None], guided, estimate.advantages)
-    return Estimate(advantages=advantages, returns=estimate.returns)
-
-
-def _teacher(evidence: AdvantageInputs) -> Estimate:
-    """Nothing of the scores: the trainer adds `teacher_advantages`."""
+def _none(evidence: AdvantageInputs) -> Estimate:
+    """Nothing of the scores: a teacher or hints say what is good."""
     nothing = torch.zeros_like(evidence.weights)
     return Estimate(advantages=nothing, returns=nothing)
 
@@ -317,15 +298,6 @@ def remax(scores: Tensor, *, baselines: Tensor) -> Tensor:
     return scores - baselines
 
 
-def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """[U] int64 -1: no member of the group succeeded (score > 0); 1: all did; 0: some did."""
-    levels = torch.zeros_like(groups)
-    for group in torch.unique(groups):
-        solved = scores[groups == group] > 0
-        levels[groups == group] = int(solved.all()) - int((~solved).all())
-    return levels
-
-
 def differing(scores: Tensor, *, groups: Tensor) -> list[Tensor]:
     """The units of each group whose scores differ by more than rounding; so it has at least two."""
     found = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
@@ -347,8 +319,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gdpo": Estimator(compute=_gdpo),
     "grpo_passk": Estimator(compute=_by_group(grpo_passk)),
     "otb": Estimator(compute=_otb, needs_energy=True, in_scores=True),
-    "cpo": Estimator(compute=_cpo, needs_hints=True),
-    "teacher": Estimator(compute=_teacher),
+    "none": Estimator(compute=_none),
 }
 
 

@@ -49,6 +49,19 @@ def kl_estimate(logprobs: Tensor, *, reference: Tensor, kind: str) -> Tensor:
     return KINDS[kind]((logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
+def kl_of_choices(logprobs: Tensor, *, reference: Tensor) -> Tensor:
+    """[m] KL(pi || pi_ref) over k tokens of the vocabulary and all others as one outcome; [m, k] log-probabilities of each.
+
+    sum over the k of pi (log pi - log pi_ref) + rest (log rest - log rest_ref), rest = 1 - sum of pi. It is the KL itself where the
+    k are all, else at most that. The gradient flows through `logprobs`.
+    """
+    rest, other = (1.0 - each.exp().sum(-1) for each in (logprobs, reference))
+    tiny = torch.finfo(logprobs.dtype).eps
+    rest, other = rest.clamp(min=tiny), other.clamp(min=tiny)
+    chosen = logprobs.exp() * (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return chosen.sum(-1) + rest * (rest.log() - other.log())
+
+
 class KLCoefficient:
     """Fixed at `start` when `target` is None; else steered towards a mean KL of `target` nats per token.
 

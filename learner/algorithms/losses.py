@@ -1,11 +1,14 @@
-"""The loss of one micro-batch: pure torch functions on the trained tokens, in the papers' order.
+"""The loss of one micro-batch: pure torch functions on the trained tokens.
 
-Called by `learner.training.trainer` for every micro-batch; `role_weights` by `learner.training.batch_tensors` for every mini-batch,
-so that the weights do not depend on how it is packed or divided. All tensors are [m], one entry per trained token; a
-micro-batch holds whole rows. Invariants: `shares` sum to 1 over the whole mini-batch (all micro-batches of all ranks),
-so sums of the metrics returned here are mini-batch means for any number of ranks, and `weights` are scaled alike;
-a token of weight 0 changes nothing, not even its row's importance weight or mean. A micro-batch of no tokens gives 0 with a
-graph behind it. No model and no communication here.
+It is a sum over tokens in three streams, each with weights of its own: - sum w objective (policy gradient: `policy_loss`), - sum w
+log pi (`cross_entropy`) and sum w D(pi, guide) (`distillation`). A signal is one of them with its weights, which the trainer fills.
+
+Called by `learner.training.trainer` for every micro-batch, `cross_entropy` by the warm start; `role_weights` by
+`learner.training.batch_tensors` for every mini-batch, so that the weights do not depend on how it is packed or divided. All tensors
+are [m], one entry per trained token; a micro-batch holds whole rows. Invariants: `shares` sum to 1 over the whole mini-batch (all
+micro-batches of all ranks), so sums of the metrics returned here are mini-batch means for any number of ranks, and `weights` are
+scaled alike; a token of weight 0 changes nothing, not even its row's importance weight or mean. A micro-batch of no tokens gives 0
+with a graph behind it. No model and no communication here.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS, Drift, chosen
-from learner.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
-from learner.algorithms.objectives import LOSSES, Objective, Targets
+from learner.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate, kl_of_choices
+from learner.algorithms.objectives import LOSSES, Guide, Objective, Targets
 
 VALUE_COEF = 0.5
 """Weight of the value loss beside the policy's when both share a model. The head is clipped by itself, and Adam's steps do not grow
@@ -145,6 +148,21 @@ def _bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def cross_entropy(logprobs: Tensor, *, weights: Tensor) -> Tensor:
+    """-sum(weight * log pi): the loss of tokens that were given, not sampled."""
+    return -(weights * logprobs).sum()
+
+
+def distillation(logprobs: Tensor, *, choices: Tensor | None, guide: Guide) -> tuple[Tensor, Tensor]:
+    """sum(weight * D(pi, guide)), and its mean by the guide's shares. D is an estimate by the sampled token, or where the guide has
+    `ids` the KL over these: `choices` [m, k] are then the policy's log-probabilities of them."""
+    if choices is None or guide.ids is None:
+        divergence = kl_estimate(logprobs, reference=guide.logprobs, kind=guide.kind)
+    else:
+        divergence = kl_of_choices(choices, reference=guide.logprobs)
+    return (guide.weights * divergence).sum(), (guide.shares * divergence).sum()
+
+
 def value_loss(values: Tensor, *, targets: Targets, clip: float) -> Tensor:
     """0.5 E[max((v - R)^2, (v_clipped - R)^2)]; v_clipped stays within `clip` of the value before the updates.
 
@@ -162,20 +180,20 @@ def actor_loss(
     values: Tensor | None,
     targets: Targets,
     config: LearnerConfig,
-    kl_coef: float,
     entropy_coef: float,
     scale: float,
+    choices: Tensor | None = None,
 ) -> Loss:
-    """The policy's whole loss. `entropy` is given when there is a bonus, `values` when the critic is shared.
+    """The policy's whole loss on what it sampled. `entropy` is given when there is a bonus, `values` when the critic is shared,
+    `choices` for a guide with `ids`.
 
-    `kl_coef` and `entropy_coef` are the present coefficients; 0 when there is no such term. `scale` is the size of the scores: the
+    `entropy_coef` is the present coefficient; 0 when there is no such term. `scale` is the size of the scores: the
     value loss is divided by it, so that the head's gradient does not grow with them.
     """
     total, means, maxima = policy_loss(logprobs, targets=targets, config=config)
-    if kl_coef > 0.0:
-        kl = kl_estimate(logprobs, reference=targets.reference, kind=config.kl.kind)
-        total = total + kl_coef * (targets.weights * kl).sum()
-        means["policy/kl_ref"] = (targets.shares * kl).sum()
+    for metric, guide in targets.guides.items():
+        drawn, means[metric] = distillation(logprobs, choices=choices, guide=guide)
+        total = total + drawn
     if entropy is not None:
         total = total - entropy_coef * (targets.weights * entropy).sum()
     if values is not None:

@@ -1,4 +1,4 @@
-"""The objectives of policy losses, token by token: what is to be made large, and what holds a token back.
+"""The objectives of the policy-gradient stream, token by token: what is to be made large, and what holds a token back.
 
 Called by `learner.algorithms.losses`, which weighs, adds up and negates them. All tensors are [m], one entry per trained token of
 whole rows; `log_ratio` is log pi - log pi of the policy that the ratio is taken against. Pure torch functions. Invariant: a token
@@ -9,12 +9,28 @@ values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from learner.algorithms.importance_weights import per_sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """A distribution that the policy is drawn to: one part of the distillation stream. [m] each."""
+
+    logprobs: Tensor
+    """Its log-probabilities of the sampled tokens; or [m, k], of those of `ids`."""
+    weights: Tensor
+    shares: Tensor
+    """Weights of the mean that is reported; they sum to 1 over the mini-batch."""
+    kind: str = ""
+    """How far the policy is from it at a sampled token: a name in `learner.algorithms.kl`."""
+    ids: Tensor | None = None
+    """[m, k] int64 tokens of the vocabulary, over which the whole KL is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +41,6 @@ class Targets:
     """log pi_behave: recorded when the token was sampled."""
     proximal: Tensor
     """log pi_prox: the policy before this step's first update."""
-    reference: Tensor
-    """log pi_ref; zeros when there is no reference."""
     advantages: Tensor
     returns: Tensor
     values: Tensor
@@ -34,17 +48,33 @@ class Targets:
     sequences: Tensor
     """int64 row of each token."""
     weights: Tensor
-    """Weights of the policy's loss, by `token_weights`."""
+    """Weights of the policy-gradient stream, by `token_weights`."""
     shares: Tensor
     """Weights of the value loss and the metrics: `token_weights` by token-mean."""
     picked: Tensor
     """bool: tokens that `clip_cov` or `kl_cov` picked of the mini-batch; false for other losses."""
+    guides: dict[str, Guide] = field(default_factory=dict)
+    """The distillation stream, by the metric of its mean."""
 
     def take(self, index: Tensor) -> Targets:
-        return Targets(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        taken: Targets = _each(self, lambda tensor: tensor[index])
+        return taken
 
     def to(self, device: torch.device) -> Targets:
-        return Targets(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        moved: Targets = _each(self, lambda tensor: tensor.to(device))
+        return moved
+
+
+def _each(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The record with each of its tensors changed."""
+    changed: dict[str, Any] = {}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if isinstance(value, Tensor):
+            changed[each.name] = change(value)
+        elif isinstance(value, dict):
+            changed[each.name] = {key: _each(part, change) for key, part in value.items()}
+    return replace(record, **changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ def equal_groups(run: Evidence) -> Observation | None:
     """All episodes score the same in at least half of the groups of the last 10 steps (in at least half of the steps, where the
     whole batch is compared), and the task is not solved."""
     learner = run.config.learner
-    if learner.advantage == "cpo" or run.is_solved or constant_scores(run) is not None:  # cpo learns from hints there
+    if learner.hints.coef or run.is_solved or constant_scores(run) is not None:  # hints teach there
         return None
     share, name, unit = run.mean("batch/equal_groups") or 0.0, "", "groups"
     if learner.advantage in COMPARE_THE_BATCH:

@@ -40,6 +40,15 @@ class TokenOutputs(NamedTuple):
     """1 - 2 pi + sum of pi^2 over the vocabulary: squared norm of the gradient of the log-probability at the logits."""
     balance: Tensor | None = None
     """[] see `Routing.balance`."""
+    ids: Tensor | None = None
+    """[m, k] int64: the likeliest tokens in each place, or those that were asked for."""
+    choices: Tensor | None = None
+    """[m, k] their log-probabilities."""
+
+    def of(self, chosen: Tensor) -> TokenOutputs:
+        """Those of some tokens."""
+        each = self._replace(balance=None)._asdict().items()
+        return self._replace(**{name: whole[chosen] for name, whole in each if whole is not None})
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -97,8 +106,11 @@ class Policy(nn.Module):  # type: ignore[misc]
         entropy: bool = False,
         bonus: bool = False,
         energy: bool = False,
+        likeliest: int = 0,
+        ids: Tensor | None = None,
     ) -> TokenOutputs:
-        """`temperature` None: no log-probabilities, a critic of its own. `bonus`: the entropy has a gradient.
+        """`temperature` None: no log-probabilities, a critic of its own. `bonus`: the entropy has a gradient. `likeliest`: how many
+        tokens have choices, or `ids` [m, k] which.
 
         A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
         rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
@@ -112,11 +124,15 @@ class Policy(nn.Module):  # type: ignore[misc]
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, _of_rows(values, micro))
-        compute = partial(self._chunk, kind=kind, temperature=temperature, entropy=entropy, bonus=bonus, energy=energy)
-        outputs = self._in_chunks(compute, chosen, micro.tokens)
-        logprobs, entropies, energies = (_of_rows(output, micro) for output in outputs)
+        asked: dict[str, Any] = {"entropy": entropy, "bonus": bonus, "energy": energy, "likeliest": likeliest}
+        compute = partial(self._chunk, kind=kind, temperature=temperature, **asked)
+        if ids is None:
+            outputs = [_of_rows(output, micro) for output in self._in_chunks(compute, chosen, micro.tokens)]
+        else:  # what rows share has other choices in each
+            outputs = [*self._in_chunks(compute, _of_rows(chosen, micro), _of_rows(micro.tokens, micro), ids)]
         balance = self.routing.balance(num_chosen=experts_per_token(self.lm.config.get_text_config()) or 0)
-        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), energies, balance)
+        logprobs, entropies, *others = outputs
+        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), others[0], balance, *others[1:])
 
     def _states(self, micro: MicroBatch) -> tuple[Any, Tensor]:
         """The class of the body's answers, and the last states of all places, [places, hidden]."""
@@ -152,26 +168,42 @@ class Policy(nn.Module):  # type: ignore[misc]
         if self.lm.config._attn_implementation != name:
             self.lm.set_attn_implementation(name)
 
-    def _in_chunks(self, compute: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor | None, ...]:
-        """[m, hidden] states and the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed again backwards."""
+    def _in_chunks(self, compute: Any, states: Tensor, *tokens: Tensor) -> tuple[Tensor | None, ...]:
+        """[m, hidden] states and what `compute` needs of the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed
+        again backwards."""
         size = max(1, LOGITS_AT_ONCE // int(self.lm.get_output_embeddings().weight.shape[0]))
-        if len(tokens) <= size:
-            found: tuple[Tensor | None, ...] = compute(states, tokens)
+        if len(states) <= size:
+            found: tuple[Tensor | None, ...] = compute(states, *tokens)
             return found
         parts = [
             checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(states.split(size), tokens.split(size))
+            for chunk in zip(*(each.split(size) for each in (states, *tokens)))
         ]
         return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts))
 
     def _chunk(
-        self, states: Tensor, tokens: Tensor, *, kind: Any, temperature: float, entropy: bool, bonus: bool, energy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        ids: Tensor | None = None,
+        *,
+        kind: Any,
+        temperature: float,
+        entropy: bool,
+        bonus: bool,
+        energy: bool,
+        likeliest: int,
+    ) -> tuple[Tensor | None, ...]:
         logits = self._logits_of(states, kind=kind) / temperature
         logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
         squared_norm = 1.0 - 2.0 * logprobs.exp() + logits.softmax(-1).square().sum(-1) if energy else None
         entropies = _entropy(logits if bonus else logits.detach()) if entropy else None
-        return logprobs, entropies, squared_norm
+        choices = None
+        if likeliest and ids is None:
+            ids = logits.topk(min(likeliest, logits.shape[-1])).indices
+        if ids is not None:
+            choices = logits.log_softmax(-1).gather(-1, ids)
+        return logprobs, entropies, squared_norm, ids, choices
 
     def _logits_of(self, states: Tensor, *, kind: Any) -> Tensor:
         """[m, hidden] -> [m, V] by the model's own forward, in which its body answers with these states: scales, caps and biases of

@@ -216,7 +216,7 @@ class History:
 
     def _num_equal(self) -> int:
         """Steps at the end whose scores gave the learner nothing to compare."""
-        if self._config.learner.advantage == "cpo" or self._config.learner.teacher.path:  # they learn where all fail
+        if self._config.learner.hints.coef or self._config.learner.teacher.path:  # they learn where all fail
             return 0
         whole = self._config.learner.advantage in COMPARE_THE_BATCH
         number = 0

@@ -163,10 +163,12 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
                 f"{name} must be that of the checkpoint {checkpoint.folder}, {value}, got {given[name]}; resume with what "
                 f"it was saved with, or start a new run from its weights with model.path={checkpoint.model}"
             )
-    if learner.kl.coef == 0.0 or any(REFERENCE in each["copies"] for each in counters):
+    if learner.kl.coef == learner.hints.coef == 0.0 or any(REFERENCE in each["copies"] for each in counters):
         return []
     step = checkpoint.position.step
-    return [f"learner.kl.coef was 0 so far: the reference is the policy after step {step}, not the first one"]
+    return [
+        f"learner.kl.coef and learner.hints.coef were 0 so far: the reference is the policy after step {step}, not the first one"
+    ]
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -8,9 +8,9 @@ no mathematics here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,31 @@ from torch import Tensor
 from buffers.records import Int32, Row, TrainBatch
 from learner.algorithms.losses import role_weights
 from learner.training.packing import Sequences
+from learner.training.said import Sayings
 
 Number = TypeVar("Number", bound=np.generic)
 ID_BITS = 20
 """No vocabulary has more than a million tokens."""
+
+
+class Tokens(NamedTuple):
+    """L tokens of a batch: [L] int64 row of each, and [L] bool: whether it counts."""
+
+    rows: Tensor
+    counted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echoed:
+    """A batch's rows with L tokens: those that are trained, and those that tools, environments and users said."""
+
+    sequences: Sequences
+    tokens: Tokens
+    """The trained ones do not count."""
+    places: Tensor
+    """[L] int64 number of a trained token among the M, -1 for others."""
+    coef: Tensor
+    """[L] float32 coefficient of its cross-entropy; 0 for trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +54,9 @@ class BatchTensors:
 
     sequences: Sequences
     hints: list[str | None]
-    """[N]"""
+    """[N] None: nobody asked, or there is none."""
+    echoed: Echoed | None = None
+    """None: nobody asked."""
     episodes: npt.NDArray[np.int64]
     """[N] episode (0..E-1, first-seen order) of each row."""
     loss_weights: Tensor
@@ -75,14 +98,15 @@ class BatchTensors:
         out[self.slots] = flat
         return out
 
-    def weights(self, rows: Sequence[int], *, mode: str, norm: float = 1.0) -> Tensor:
+    def weights(self, rows: Sequence[int], *, mode: str, norm: float = 1.0, of: Tokens | None = None) -> Tensor:
         """[M] weight of each token in a mini-batch of these rows; 0 for tokens of other rows and those not fresh. `norm`: see
-        `token_weights`."""
+        `token_weights`. `of`: other tokens of the rows, by themselves."""
+        owners, counted = of or (self.rows, self.fresh)
         nothing = torch.zeros(len(self.loss_weights))
-        counts = nothing.index_add(0, self.rows, self.fresh.float())
+        counts = nothing.index_add(0, owners, counted.float())
         chosen = nothing.index_fill(0, torch.tensor(rows), 1.0)
         per_row = role_weights(self.loss_weights * chosen, roles=self.roles, counts=counts, norm=norm, mode=mode)
-        return torch.where(self.fresh, per_row[self.rows], 0.0)
+        return torch.where(counted, per_row[owners], 0.0)
 
 
 def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = False) -> BatchTensors:
@@ -90,7 +114,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
 
     Tokens that a version before `min_version` sampled are not fresh; with `mask_truncated`, nor are those of answers that were cut.
     """
-    rows = [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
+    rows = trained_rows(batch)
     check_rows(batch.rows)
     picked = [row.mask.astype(bool) for row in rows]
     versions = _flat([row.versions[own] for row, own in zip(rows, picked)], dtype=np.int32)
@@ -114,7 +138,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
-        hints=[row.hint for row in rows],
+        hints=[None] * len(rows),
         episodes=_numbered([row.episode_id for row in rows]),
         loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),
         units=units,
@@ -133,6 +157,26 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
+
+
+def echo_of(rows: Sequences, *, sayings: Sayings, coefs: Mapping[str, float]) -> Echoed:
+    """The rows of a table with what was said between their answers, where its role has a coefficient."""
+    own = [np.zeros(len(ids), np.float32) for ids in rows.ids]
+    for coef, ids, mask in zip(own, rows.ids, rows.masks):
+        for role, start, stop in sayings.of(ids, mask=mask):
+            coef[start:stop] = coefs[role]
+    masks = [(mask | (coef > 0.0)).astype(np.uint8) for coef, mask in zip(own, rows.masks)]
+    flat = torch.from_numpy(np.concatenate([coef[mask == 1] for coef, mask in zip(own, masks)]))
+    sequences = Sequences(rows.ids, masks=masks, experts=rows.experts, labels=rows.labels)
+    owners = torch.from_numpy(np.repeat(np.arange(len(masks)), sequences.counts))
+    sampled = flat == 0.0
+    places = torch.where(sampled, sampled.cumsum(0) - 1, -1)
+    return Echoed(sequences=sequences, tokens=Tokens(owners, ~sampled), places=places, coef=flat)
+
+
+def trained_rows(batch: TrainBatch) -> list[Row]:
+    """The rows of a batch that are in its table."""
+    return [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
 
 
 def _labels(row: Row) -> Int32:

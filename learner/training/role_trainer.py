@@ -106,7 +106,7 @@ def read_waiting(folder: Path, *, roles: Iterable[str]) -> dict[str, WaitingRows
 
 
 LARGEST = ("policy/max_logprob_diff", "policy/is_weight_max", "policy/lag_max")
-ADDED = ("learner/tokens", "learner/trained_tokens", "time/prepare_s", "time/train_s")
+ADDED = ("learner/tokens", "learner/trained_tokens", "learner/echo_tokens", "time/prepare_s", "time/train_s")
 """Metrics of which a step has the largest or the sum over its roles; of the others it has the mean, weighed by trained tokens."""
 
 

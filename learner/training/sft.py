@@ -17,6 +17,7 @@ import torch
 
 from buffers.records import Float32, Int32, UInt8
 from configs.schema import LearnerConfig
+from learner.algorithms.losses import cross_entropy
 from learner.model import fsdp
 from learner.model.fsdp import make_adamw
 from learner.model.policy import Policy
@@ -91,7 +92,7 @@ class SftUpdates:
         rows = range(len(sequences.ids))
         for piles in sequences.plan(rows, num_ranks=self._world_size, token_budget=self._config.token_budget):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            negative = -(self._policy(micro, temperature=1.0).logprobs * of_tokens[micro.index]).sum()
+            negative = cross_entropy(self._policy(micro, temperature=1.0).logprobs, weights=of_tokens[micro.index])
             if learns:
                 (negative * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             total += negative.detach()

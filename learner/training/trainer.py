@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
-from buffers.records import TrainBatch
+from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
@@ -37,8 +37,8 @@ from learner.algorithms.advantages import (
     unit_returns,
 )
 from learner.algorithms.kl import KLCoefficient, kl_estimate
-from learner.algorithms.losses import Loss, actor_loss, value_loss
-from learner.algorithms.objectives import EntropyCoefficient, Targets, covariances, pick_clip_cov, pick_kl_cov
+from learner.algorithms.losses import Loss, actor_loss, cross_entropy, value_loss
+from learner.algorithms.objectives import EntropyCoefficient, Guide, Targets, covariances, pick_clip_cov, pick_kl_cov
 from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTER, REFERENCE
 from learner.checkpoints.weight_shards import Published, WeightShards
@@ -52,16 +52,27 @@ from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
-from learner.training.batch_tensors import BatchTensors, token_table
-from learner.training.hinted_rows import hinted_sequences
+from learner.training.batch_tensors import BatchTensors, Tokens, echo_of, token_table, trained_rows
+from learner.training.hints import hinted_sequences, hints_of
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
+from learner.training.said import Sayings
 from learner.training.sft import SftRow, SftUpdates
 from learner.training.tree_packing import kept_together
 
 VALUE_HEAD_LR_RATIO = 10.0
+CHOICES = 100
+"""Likeliest tokens of a hinted place, over which the policy is drawn to it; all others count as one."""
 PROBE_BEYOND = 8
 """Tokens of a probe's prompt behind the longest window."""
+
+
+class Hinted(NamedTuple):
+    """The reference where it has read hints: [M, k] tokens and their log-probabilities, [M] whether the row has one."""
+
+    ids: Tensor
+    logprobs: Tensor
+    known: Tensor
 
 
 class Before(NamedTuple):
@@ -71,6 +82,7 @@ class Before(NamedTuple):
     entropy: Tensor
     values: Tensor
     energy: Tensor
+    hinted: Hinted | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,13 @@ class Goals:
     """Size of the batch's scores, by `score_scale`."""
     entropy_coef: float
     """Weight of the entropy bonus; 0: there is none."""
+    reference: Tensor | None
+    """[M] log pi_ref where the KL to it is a term of the loss."""
+    hinted: Hinted | None
+    places: Tensor | None = None
+    """`Echoed.places`; None: the tokens that are computed are those that are trained."""
+    echo: Tensor | None = None
+    """[2, L] weights of the cross-entropy stream, and of the mean that is reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,6 +157,9 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._trust = {"trust_remote_code": trust_remote_code}
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, **self._trust)
+        self._sayings = (
+            Sayings(self._tokenizer, roles=config.echo.roles) if config.echo.roles or config.hints.coef else None
+        )
         self._source = model_path
         self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
@@ -187,14 +209,16 @@ class Trainer:
         started = time.monotonic()
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
+        table = self._with_words(table, rows=trained_rows(batch))
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
-        if config.kl.coef > 0.0 and self._own.reference is None:
+        if (config.kl.coef > 0.0 or config.hints.coef > 0.0) and self._own.reference is None:
             self._own.reference = self._kept_weights()
         self._policy.routing.agreed.zero_()
         minibatches = Minibatches(table, config=config, rng=np.random.default_rng((self._seed, self._own.steps)))
-        rows = range(len(table.hints)) if self._looks_ahead else minibatches.later
-        before = Before(*self._sweep(table.sequences, critic=True, rows=rows))
+        rows = range(len(table.loss_weights)) if self._looks_ahead else minibatches.later
+        logprobs, entropy, values, energy = self._sweep(table.sequences, critic=True, rows=rows)
         agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
+        before = Before(logprobs, entropy, values, energy, self._hinted(table))
         recomputed, checked = self._recomputed(table, version=version)
         self._token_figures = TokenFigures(
             learner=recomputed.numpy(),
@@ -226,12 +250,13 @@ class Trainer:
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
             "policy/lag_max": float(lags[lags < self._keep_versions].max()),
             "policy/too_old_share": float((lags >= self._keep_versions).float().mean()),
-            **({"policy/hinted_share": _share(table.hints)} if self._estimator.needs_hints else {}),
+            **({"policy/hinted_share": _share(table.hints)} if config.hints.coef else {}),
             **({"policy/router_agreement": agreed / max(told, 1.0)} if config.router_replay else {}),
             "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/raw_over_unique": table.sequences.raw_over_unique,
             "learner/trained_tokens": float(table.sequences.num_trained),
+            **({} if table.echoed is None else {"learner/echo_tokens": float(table.echoed.tokens.counted.sum())}),
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
         }
@@ -249,7 +274,6 @@ class Trainer:
         return (
             estimator.needs_critic
             or estimator.needs_energy
-            or estimator.needs_hints
             or self._teacher is not None
             or (config.kl.coef > 0.0 and config.kl.in_reward)
             or self._own.bonus.is_adaptive
@@ -257,10 +281,41 @@ class Trainer:
             or config.router_replay
         )
 
+    def _with_words(self, table: BatchTensors, *, rows: Sequence[Row]) -> BatchTensors:
+        """The table with the rows' hints, and what ECHO learns of them."""
+        config, sayings = self._config, self._sayings
+        if sayings is not None and config.hints.coef:
+            hints = hints_of(rows, sources=config.hints.sources, sayings=sayings, tokenizer=self._tokenizer)
+            table = replace(table, hints=hints)
+        if sayings is not None and config.echo.roles:
+            echoed = echo_of(table.sequences, sayings=sayings, coefs=config.echo.model_dump())
+            sequences = self._laid_out(echoed.sequences, table=table)
+            table = replace(table, echoed=replace(echoed, sequences=sequences))
+        return table
+
+    def _hinted(self, table: BatchTensors) -> Hinted | None:
+        """None: no row has a hint. It is the reference that reads: a policy that learns all the while forgets how to."""
+        if not any(table.hints) or self._own.reference is None:
+            return None
+        sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
+        num = min(CHOICES, int(self._policy.lm.config.get_text_config().vocab_size))
+
+        def compute(micro: MicroBatch) -> Tensor:
+            outputs = self._forward(micro, likeliest=num)
+            assert outputs.ids is not None and outputs.choices is not None
+            return torch.cat([outputs.ids.float(), outputs.choices], dim=1).T  # ids are exact: below 2^24
+
+        rows = [row for row, hint in enumerate(table.hints) if hint]
+        sequences = self._laid_out(sequences, table=table)
+        with fsdp.swapped(self._policy, shards=self._own.reference):
+            found = self._without_gradient(sequences, compute=compute, num=2 * num, rows=rows)
+        known = torch.tensor([hint is not None for hint in table.hints])[table.rows]
+        return Hinted(found[:num].T.long(), found[num:].T, known)
+
     def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
-        shares = table.weights(range(len(table.hints)), mode="token-mean")
+        shares = table.weights(range(len(table.loss_weights)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
         began = time.monotonic()
@@ -387,7 +442,7 @@ class Trainer:
             folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
         )
         reference = copies.pop(REFERENCE, None)
-        self._own.reference = reference if self._config.kl.coef > 0.0 else None
+        self._own.reference = reference if self._config.kl.coef > 0.0 or self._config.hints.coef > 0.0 else None
         self._own.history = {int(old): shards for old, shards in copies.items()} if self._config.check_logprobs else {}
         self._own.steps = counters.steps
         if counters.kl_coef is not None and self._own.kl.is_adaptive:
@@ -533,10 +588,8 @@ class Trainer:
                     found[column, micro.index] = values
         return fsdp.all_sum(found).cpu()
 
-    def _forward(self, micro: MicroBatch, *, entropy: bool, bonus: bool = False, energy: bool = False) -> TokenOutputs:
-        outputs: TokenOutputs = self._policy(
-            micro, temperature=self._temperature, entropy=entropy, bonus=bonus, energy=energy
-        )
+    def _forward(self, micro: MicroBatch, **options: Any) -> TokenOutputs:
+        outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, **options)
         return outputs
 
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
@@ -605,8 +658,8 @@ class Trainer:
         self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
     ) -> tuple[Goals, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
-        reference, rewards, metrics = torch.zeros_like(before.logprobs), table.rewards, {}
-        if self._own.reference is not None:
+        reference, rewards, metrics = None, table.rewards, {}
+        if self._own.reference is not None and self._config.kl.coef > 0.0:
             with fsdp.swapped(self._policy, shards=self._own.reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
             if self._config.kl.in_reward:
@@ -626,7 +679,6 @@ class Trainer:
         targets = Targets(
             behaviour=table.behaviour,
             proximal=before.logprobs,
-            reference=reference,
             advantages=advantages,
             returns=estimate.returns[table.slots],
             values=before.values,
@@ -636,16 +688,15 @@ class Trainer:
             picked=torch.zeros_like(table.fresh),
         )
         return Goals(
-            targets=targets.to(self._device), scale=evidence.scale, entropy_coef=self._own.bonus.in_force(entropy)
+            targets=targets.to(self._device),
+            scale=evidence.scale,
+            entropy_coef=self._own.bonus.in_force(entropy),
+            reference=None if reference is None or self._config.kl.in_reward else reference.to(self._device),
+            hinted=before.hinted,
         ), metrics
 
     def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
         """What the estimator looks at. The scores' size is that of what was scored, without a KL penalty."""
-        hinted = None
-        if self._estimator.needs_hints and any(table.hints):
-            sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
-            sequences = self._laid_out(sequences, table=table)
-            hinted = table.padded(self._sweep(sequences, critic=False)[0] - before.logprobs)
         evidence = AdvantageInputs(
             scores=table.scores,
             groups=table.groups,
@@ -659,7 +710,6 @@ class Trainer:
             scale=1.0,
             min_deviation=self._config.min_deviation,
             baselines=table.baselines,
-            hinted=hinted,
             judges=table.judges,
             roles=table.roles,
             energy=table.padded(before.energy) if self._estimator.needs_energy else None,
@@ -680,14 +730,13 @@ class Trainer:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
+        sequences = table.sequences if table.echoed is None else table.echoed.sequences
         unknown = None if self._looks_ahead else torch.zeros(2, table.sequences.num_trained, device=self._device)
         for rows in minibatches:
-            weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
-            shares = table.weights(rows, mode="token-mean")
-            targets = replace(goals.targets, weights=weights.to(self._device), shares=shares.to(self._device))
-            picked = self._pick(targets, seed=int(minibatches.rng.integers(2**31)))
-            goals = replace(goals, targets=replace(targets, picked=picked))
-            self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
+            goals = self._weighed(goals, table=table, rows=rows)
+            picked = self._pick(goals.targets, seed=int(minibatches.rng.integers(2**31)))
+            goals = replace(goals, targets=replace(goals.targets, picked=picked))
+            self._update_once(sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
             if unknown is not None:
                 places = table.sequences.places(rows)
                 own = fsdp.all_sum(unknown).cpu()[:, places]
@@ -695,6 +744,32 @@ class Trainer:
                 goals.targets.proximal[places.to(self._device)] = own[0].to(self._device)
                 unknown = None
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
+
+    def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Goals:
+        """The goals with the weights of a mini-batch of these rows: the one place where each signal gets its weights."""
+        config = self._config
+        weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm).to(self._device)
+        shares = table.weights(rows, mode="token-mean").to(self._device)
+        guides = {}
+        if goals.reference is not None:
+            guides["policy/kl_ref"] = Guide(
+                kind=config.kl.kind, logprobs=goals.reference, weights=self._own.kl.value * weights, shares=shares
+            )
+        if (hinted := goals.hinted) is not None:
+            means = table.weights(rows, mode="token-mean", of=Tokens(table.rows, table.fresh & hinted.known))
+            means = means.to(self._device)
+            guides["policy/kl_hinted"] = Guide(
+                ids=hinted.ids.to(self._device),
+                logprobs=hinted.logprobs.to(self._device),
+                weights=config.hints.coef * means,
+                shares=means,
+            )
+        goals = replace(goals, targets=replace(goals.targets, weights=weights, shares=shares, guides=guides))
+        if (echoed := table.echoed) is None:
+            return goals
+        means = table.weights(rows, mode="token-mean", of=echoed.tokens)
+        echo = torch.stack([echoed.coef * means, means]).to(self._device)
+        return replace(goals, places=echoed.places.to(self._device), echo=echo)
 
     def _pick(self, targets: Targets, *, seed: int) -> Tensor:
         """[M] the tokens that the loss treats apart by their covariance under the policy before the step; equal on all ranks."""
@@ -720,7 +795,7 @@ class Trainer:
         """`unknown` [2, M]: takes log-probabilities and entropies of the rows, which are those before the step; None: known."""
         for piles in self._plan(sequences, rows=rows):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)), unknown=unknown)
+            loss = self._loss(micro, goals=goals, unknown=unknown)
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)
         clip = self._config.grad_clip
@@ -739,32 +814,43 @@ class Trainer:
     def _loss(self, micro: MicroBatch, *, goals: Goals, unknown: Tensor | None) -> Loss:
         config = self._config
         has_bonus = goals.entropy_coef > 0.0
-        outputs = self._forward(micro, entropy=has_bonus or unknown is not None, bonus=has_bonus)
+        places = micro.index if goals.places is None else goals.places[micro.index]
+        sampled = places >= 0
+        targets = goals.targets.take(index := places[sampled])
+        everything = self._forward(
+            micro,
+            entropy=has_bonus or unknown is not None,
+            bonus=has_bonus,
+            ids=next((guide.ids[places] for guide in goals.targets.guides.values() if guide.ids is not None), None),
+        )
+        outputs = everything.of(sampled)
         if unknown is not None:
             assert outputs.logprobs is not None and outputs.entropy is not None
             present = outputs.logprobs.detach()
-            unknown[0, micro.index], unknown[1, micro.index] = present, outputs.entropy.detach()
-            goals = replace(goals, targets=replace(goals.targets, proximal=present))
+            unknown[0, index], unknown[1, index] = present, outputs.entropy.detach()
+            targets = replace(targets, proximal=present)
         loss = actor_loss(
             outputs.logprobs,
             entropy=outputs.entropy if has_bonus else None,
             values=outputs.values,
-            targets=goals.targets,
+            targets=targets,
             config=config,
-            kl_coef=0.0 if config.kl.in_reward else self._own.kl.value,
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
+            choices=outputs.choices,
         )
+        if goals.echo is not None:
+            echo, mean = (cross_entropy(everything.logprobs, weights=each) for each in goals.echo[:, micro.index])
+            loss = replace(loss, total=loss.total + echo, means=loss.means | {"policy/echo_loss": mean.detach()})
         if outputs.balance is not None:
-            balance = (
-                outputs.balance * goals.targets.shares.sum()
-            )  # as much of it as the micro-batch has of the trained tokens
+            balance = outputs.balance * targets.shares.sum()  # as much as the micro-batch has of the trained tokens
             means = loss.means | {"policy/router_aux_loss": balance.detach()}
             loss = replace(loss, total=loss.total + config.router_aux_coef * balance, means=means)
         if self._critic is None:
             return loss
         values = self._values(micro, shared=None)
-        critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
+        assert values is not None
+        critic = value_loss(values[sampled], targets=targets, clip=config.value_clip * goals.scale)
         total = loss.total + critic / goals.scale
         return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
 
@@ -790,7 +876,7 @@ class Minibatches:
     def later(self) -> list[int]:
         """The rows that are not in the first one."""
         first = set(self._first[0]) if self._first else set()
-        return [row for row in range(len(self._table.hints)) if row not in first]
+        return [row for row in range(len(self._table.loss_weights)) if row not in first]
 
     def _split(self) -> list[list[int]]:
         sequences = self._table.sequences

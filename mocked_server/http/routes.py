@@ -103,7 +103,7 @@ class ScoreBody(BaseModel):
     revise: bool = False
     """Replaces what this judge said before; possible until the episode is in a batch."""
     hint: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
-    """What the judge would have told the policy before it answered; learner.advantage=cpo learns from it."""
+    """What the judge would have told the policy before it answered; learner.hints learns from it."""
 
     @model_validator(mode="after")
     def _one(self) -> ScoreBody:

@@ -194,7 +194,11 @@ def test_a_value_that_cannot_be_empty_is_asked_for() -> None:
         ("roles={a: {}, b: {url: 'ftp://a'}}", "url must begin with http:// or https://"),
         ("roles={a: {model: m}}", "model and key_variable are of a url"),
         ("roles={'a b': {}}", "roles"),
-        ("learner.advantage=teacher", "learner.teacher.path=''"),
+        ("learner.advantage=none", "learner.teacher.path='' and learner.hints.coef=0"),
+        ("learner.hints.sources=[said]", "learner.hints.sources has an effect with a learner.hints.coef only"),
+        ("learner.hints={coef: 1, sources: []}", "learner.hints.sources"),
+        ("learner.hints.coef=-1", "learner.hints.coef"),
+        ("learner.echo.tool=-0.1", "learner.echo.tool"),
         ("learner.teacher.coef=2.0", "learner.teacher.coef has an effect with a learner.teacher.path only"),
     ],
 )

@@ -1,6 +1,5 @@
 """Rules of learner/algorithms/advantages.py, against numbers computed by hand."""
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from learner.algorithms.advantages import (
     AdvantageInputs,
     calibrated,
     calibrated_evidence,
-    difficulty,
     dr_grpo,
     explained_variance,
     final_rewards,
@@ -35,7 +33,7 @@ from learner.algorithms.advantages import (
 )
 from tests.support.patience import PATIENCE_S
 
-GROUPED = set(ESTIMATORS) - {"gae", "remax", "reinforce_plus_plus", "teacher"}
+GROUPED = set(ESTIMATORS) - {"gae", "remax", "reinforce_plus_plus", "none"}
 
 
 def _gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -150,7 +148,7 @@ def test_equal_scores_are_equal_returns_whatever_the_number_of_rows() -> None:
                 weights=torch.ones(num, 2), values=torch.zeros(num, 2), energy=torch.ones(num, 2),
             )  # fmt: skip
             assert len(set(unit_returns(evidence).tolist())) == 1
-            for name in GROUPED - {"cpo"}:
+            for name in GROUPED:
                 assert not ESTIMATORS[name].compute(evidence).advantages.any(), (name, k, rows)
 
 
@@ -172,12 +170,6 @@ def test_opo_weighs_the_mean_by_length() -> None:
 
 def test_remax_is_the_distance_from_the_greedy_score() -> None:
     assert remax(torch.tensor([1.0, 0.0]), baselines=torch.tensor([0.25, 0.25])).tolist() == [0.75, -0.25]
-
-
-def test_difficulty_tells_groups_where_nobody_or_everybody_succeeded() -> None:
-    scores = torch.tensor([0.0, -1.0, 1.0, 0.5, 0.0, 1.0, 0.0])
-    groups = torch.tensor([0, 0, 1, 1, 2, 2, 5])
-    assert difficulty(scores, groups=groups).tolist() == [-1, -1, 1, 1, 0, 0, -1]
 
 
 def test_whitening_weighs_tokens_and_leaves_the_masked_at_zero() -> None:
@@ -395,17 +387,6 @@ def test_remax_estimator_needs_a_greedy_score() -> None:
         ESTIMATORS["remax"].compute(_evidence())
 
 
-def test_cpo_follows_the_hint_only_where_all_failed() -> None:
-    hinted = torch.tensor([[0.3, -0.1], [9.0, 9.0], [-9.0, 0.2]])
-    mixed = ESTIMATORS["cpo"].compute(_evidence(hinted=hinted)).advantages
-    torch.testing.assert_close(mixed, ESTIMATORS["grpo"].compute(_evidence()).advantages)
-    failed = ESTIMATORS["cpo"].compute(_evidence(hinted=hinted, scores=torch.zeros(2))).advantages
-    limit = math.log(2.0)
-    torch.testing.assert_close(failed, torch.tensor([[0.3, -0.1], [limit, 0.0], [-limit, 0.2]]))
-    without = ESTIMATORS["cpo"].compute(_evidence()).advantages
-    torch.testing.assert_close(without, ESTIMATORS["grpo"].compute(_evidence()).advantages)
-
-
 @pytest.mark.parametrize("name", sorted(GROUPED))
 @pytest.mark.parametrize("scores", [[0.1], [0.1] * 7, [3.0, 3.0]])
 def test_group_of_one_or_of_equal_scores_has_no_advantage(name: str, scores: list[float]) -> None:
@@ -413,7 +394,7 @@ def test_group_of_one_or_of_equal_scores_has_no_advantage(name: str, scores: lis
     evidence = _evidence(
         scores=torch.tensor(scores), groups=torch.zeros(num, dtype=torch.long), units=torch.arange(num),
         mask=torch.ones(num, 2, dtype=torch.bool), rewards=torch.zeros(num, 2), discounts=torch.ones(num, 2),
-        weights=torch.ones(num, 2), values=torch.zeros(num, 2), hinted=torch.ones(num, 2), energy=torch.ones(num, 2),
+        weights=torch.ones(num, 2), values=torch.zeros(num, 2), energy=torch.ones(num, 2),
     )  # fmt: skip
     advantages = ESTIMATORS[name].compute(evidence).advantages
     torch.testing.assert_close(advantages, torch.zeros(num, 2), atol=1e-6, rtol=0)
@@ -421,10 +402,7 @@ def test_group_of_one_or_of_equal_scores_has_no_advantage(name: str, scores: lis
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_masked_tokens_have_no_advantage_whatever_is_written_there(name: str) -> None:
-    noise = {
-        field: torch.where(_evidence().mask, 0.3, 1e6)
-        for field in ("values", "rewards", "hinted", "discounts", "energy")
-    }
+    noise = {field: torch.where(_evidence().mask, 0.3, 1e6) for field in ("values", "rewards", "discounts", "energy")}
     clean = {field: torch.where(_evidence().mask, 0.3, 0.0) for field in noise}
     greedy = torch.tensor([0.5, 0.5])
     noisy, quiet = (ESTIMATORS[name].compute(_evidence(**beside, baselines=greedy)) for beside in (noise, clean))
@@ -435,7 +413,6 @@ def test_masked_tokens_have_no_advantage_whatever_is_written_there(name: str) ->
 
 def test_table_says_what_each_estimator_needs() -> None:
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic] == ["gae"]
-    assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_hints] == ["cpo"]
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_energy] == ["otb"]
     in_scores = {name for name, estimator in ESTIMATORS.items() if estimator.in_scores}
     assert in_scores == {"dr_grpo", "rloo", "remax", "opo", "gpg", "otb"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import KLConfig
-from learner.algorithms.kl import KINDS, KLCoefficient, kl_estimate
+from learner.algorithms.kl import KINDS, KLCoefficient, kl_estimate, kl_of_choices
 
 POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -101,3 +101,25 @@ def test_a_shorter_horizon_steers_faster() -> None:
 def test_config_offers_every_kind() -> None:
     offered = KLConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
     assert set(offered) == set(KINDS)
+
+
+def test_kl_over_choices_is_the_kl_itself_over_all_and_no_more_over_some() -> None:
+    policy, reference = (torch.tensor(each).log() for each in ([[0.5, 0.3, 0.15, 0.05]], [[0.25, 0.25, 0.4, 0.1]]))
+    whole = 0.5 * math.log(2.0) + 0.3 * math.log(1.2) + 0.15 * math.log(0.375) + 0.05 * math.log(0.5)
+    assert kl_of_choices(policy, reference=reference).item() == pytest.approx(whole, rel=1e-5)
+    some = 0.5 * math.log(2.0) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4)  # the others are 0.2 and 0.5 together
+    assert kl_of_choices(policy[:, :2], reference=reference[:, :2]).item() == pytest.approx(some, rel=1e-5)
+    assert some < whole
+    assert kl_of_choices(policy[:, :3], reference=policy[:, :3]).item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_gradient_of_the_kl_over_choices_agrees_with_finite_differences(num: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)[:, :num]
+    assert torch.autograd.gradcheck(
+        lambda each: kl_of_choices(each.log_softmax(-1)[:, :num], reference=reference), (logits,)
+    )
+    other = reference.exp() * 0.0 - 50.0  # hardly anything: bounded, not infinite
+    assert bool(kl_of_choices(logits.log_softmax(-1)[:, :num], reference=other).isfinite().all())

@@ -20,11 +20,14 @@ from learner.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from learner.algorithms.objectives import LOSSES, Targets
+from learner.algorithms.objectives import LOSSES, Guide, Targets
 
 
 def _double(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+REFERENCE = _double(-1.7, -0.7, -2.7)
 
 
 def _targets(**changes: Tensor) -> Targets:
@@ -33,7 +36,6 @@ def _targets(**changes: Tensor) -> Targets:
     base = Targets(
         behaviour=proximal - _double(3.0, 0.5, 1.0).log(),
         proximal=proximal,
-        reference=proximal + 0.3,
         advantages=_double(2.0, -1.0, 1.0),
         returns=_double(1.0, 0.0, 1.0),
         values=_double(0.5, 0.5, 0.5),
@@ -64,9 +66,13 @@ def _whole(
     kl_coef: float = 0.0,
     scale: float = 1.0,
 ) -> Loss:
+    if kl_coef:
+        weights = kl_coef * targets.weights
+        guide = Guide(kind=config.kl.kind, logprobs=REFERENCE, weights=weights, shares=targets.shares)
+        targets = replace(targets, guides={"policy/kl_ref": guide})
     return actor_loss(
-        logprobs, entropy=entropy, values=values, targets=targets, config=config, kl_coef=kl_coef,
-        entropy_coef=config.entropy_coef, scale=scale,
+        logprobs, entropy=entropy, values=values, targets=targets, config=config, entropy_coef=config.entropy_coef,
+        scale=scale,
     )  # fmt: skip
 
 
@@ -406,7 +412,7 @@ def test_whole_loss_is_the_weighted_sum_of_its_parts() -> None:
     logprobs, values = _logprobs(targets), _double(0.6, 0.9, 1.0)
     config = LearnerConfig(kl={"coef": 0.1}, entropy_coef=0.01)
     loss = _whole(logprobs, targets, config, entropy=_double(1.0, 2.0, 4.0), values=values, kl_coef=0.3)
-    kl = kl_estimate(logprobs, reference=targets.reference, kind="k3")
+    kl = kl_estimate(logprobs, reference=REFERENCE, kind="k3")
     vf = float(value_loss(values, targets=targets, clip=0.2))
     assert float(loss.means["policy/kl_ref"]) == pytest.approx(float((targets.shares * kl).sum()))
     assert float(loss.means["critic/vf_loss"]) == pytest.approx(vf)

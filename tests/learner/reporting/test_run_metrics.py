@@ -85,7 +85,7 @@ def test_steps_without_anything_to_learn_from_are_told_at_growing_distances() ->
 def test_estimators_that_compare_the_batch_learn_from_equal_groups_and_solved_tasks_are_called_so() -> None:
     steps = [(0.5, 1.0)] * 4
     assert "nothing was learned in the last 4 steps" in history_of(steps).news()
-    assert history_of(steps, "learner.advantage=gae").news() == history_of(steps, "learner.advantage=cpo").news() == ""
+    assert history_of(steps, "learner.advantage=gae").news() == history_of(steps, "learner.hints.coef=1").news() == ""
     assert "solved" in history_of([(1.0, 1.0)] * 4, "run.reward_optimum=1.0").verdicts()[0]
 
 

@@ -1,14 +1,17 @@
-"""Rules of learner/training/sft.py, with the tiny model's own tokenizer."""
+"""Rules of learner/training/hints.py, with the tiny model's own tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from learner.training.hinted_rows import hinted_sequences
+from buffers.records import Row
+from learner.training.hints import hinted_sequences, hints_of
 from learner.training.packing import Sequences
-from tests.support.learner_parts import make_model
+from learner.training.said import Sayings
+from tests.support.learner_parts import make_model, make_row
 
 
 def test_hint_is_a_user_message_before_the_first_trained_answer(tmp_path: Path) -> None:
@@ -44,3 +47,31 @@ def test_row_without_a_generation_prompt_gets_the_hint_right_before_its_answer(t
         *ids[first:],
     ]
     assert np.flatnonzero(hinted.masks[0]).tolist() == [place + added for place in np.flatnonzero(mask)]
+
+
+def test_hints_come_from_judges_from_the_environment_and_from_better_siblings(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "tiny"))
+    sayings = Sayings(tokenizer)
+    chat = [{"role": "user", "content": "Go."}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False)
+
+    def row(answers: tuple[str, str], *, group: int = 0, score: float = 0.0, **others: Any) -> Row:
+        said = "\n<|im_start|>user\nInvalid.<|im_end|>\n<|im_start|>assistant\n"
+        pieces = [f"{answers[0]}<|im_end|>", said, f"{answers[1]}<|im_end|>"]
+        ids = [prompt, *(tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)]
+        mask = [number % 2 for number, part in enumerate(ids) for _ in part]
+        tokens = [token for part in ids for token in part]
+        return make_row(tokens, mask=mask, group=group, score=score, episode=f"{group}-{answers[0]}-0", **others)
+
+    rows = [row(("w", "a"), hint="It is north."), row(("s", "d"), score=1.0), row(("a", "a"), group=1)]
+    found = {
+        source: hints_of(rows, sources=[source], sayings=sayings, tokenizer=tokenizer)
+        for source in ("hint", "said", "sibling")
+    }
+    assert found["hint"] == ["It is north.", None, None]
+    assert found["said"] == ["After your answer you will read:\nInvalid."] * 3
+    assert found["sibling"] == ["A better answer was:\ns\nd", None, None]
+    everything = hints_of(rows, sources=["hint", "said", "sibling"], sayings=sayings, tokenizer=tokenizer)
+    assert everything[0] == "\n".join([found["hint"][0] or "", found["said"][0] or "", found["sibling"][0] or ""])
+    of_roles = [row(("w", "a"), role="solver"), row(("s", "d"), role="critic", score=1.0)]
+    assert hints_of(of_roles, sources=["sibling"], sayings=sayings, tokenizer=tokenizer) == [None, None]

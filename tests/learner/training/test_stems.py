@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("lfm2", {"advantage": "grpo", "critic": "none", "minibatches": 2, "token_budget": 150}),
     "critic": ("falcon_h1", {"critic": "separate", "kl": {"coef": 0.05}, "gradient_checkpointing": True, "minibatches": 1}),
     "adapter": ("qwen3_5", {"lora": {"rank": 4, "alpha": 8.0}, "entropy_coef": 0.01, "gradient_checkpointing": True}),
-    "hints": ("gpt_oss", {"advantage": "cpo", "critic": "none", "loss": "gspo", "minibatches": 1}),
+    "hints": ("gpt_oss", {"advantage": "grpo", "critic": "none", "hints": {"coef": 0.5}, "loss": "gspo", "minibatches": 1}),
 }  # fmt: skip
 
 

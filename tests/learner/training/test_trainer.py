@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +20,8 @@ from learner.algorithms.importance_weights import CORRECTIONS
 from learner.algorithms.losses import AGGREGATIONS
 from learner.algorithms.objectives import LOSSES
 from learner.model import policy
+from learner.training.batch_tensors import BatchTensors, token_table
+from learner.training.hints import hinted_sequences
 from learner.training.packing import Sequences
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
@@ -303,7 +306,7 @@ def test_every_value_of_the_algorithms_keys_changes_the_weights_in_its_own_way(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "remax"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("remax", "sdpo", "sdft")])
 def test_a_recipe_makes_the_token_that_wins_likelier(
     trainer: MakeTrainer, model: Path, tmp_path: Path, recipe: str
 ) -> None:
@@ -334,7 +337,7 @@ def test_clip_of_a_critic_of_its_own_grows_with_the_scores(trainer: MakeTrainer,
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo", "teacher")])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "gdpo", "none")])
 def test_scores_of_any_size_teach_the_same(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
 ) -> None:
@@ -436,17 +439,82 @@ def test_round_scores_reach_the_critics_targets(trainer: MakeTrainer) -> None:
     assert metrics["critic/vf_loss"] == pytest.approx(0.5 * (0.75**2 + 1.0 + 1.0) / 4)
 
 
-def test_cpo_learns_from_a_hint_where_all_failed(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+@pytest.mark.seconds
+@pytest.mark.parametrize("echo", [0.0, 0.1])
+def test_a_hint_draws_the_policy_to_what_it_says_after_reading_it(
+    trainer: MakeTrainer, model: Path, monkeypatch: pytest.MonkeyPatch, echo: float
+) -> None:
+    """The gradient is that of the KL to the same weights with the hint in their prompt, a mean over hinted tokens."""
+    monkeypatch.setattr("learner.training.trainer.CHOICES", 600)  # all of the vocabulary
+    rows = [
+        replace(row, score=0.0, hint="<|im_end|> yes" if number < 2 else None)
+        for number, row in enumerate(walks().rows)
+    ]
+    options = {"advantage": "grpo", "critic": "none", "lr": 0.0, "minibatches": 1, "grad_clip": 1e9}
+    learner = trainer(**options, hints={"coef": 0.5}, echo={"user": echo}, token_budget=80)
+    metrics = learner.train_step(TrainBatch(rows=rows), version=0)
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    plain = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
+    hinted = hinted_sequences(plain, hints=[row.hint for row in rows], tokenizer=tokenizer)
+
+    def distributions(sequences: Sequences, row: int) -> Tensor:
+        before = torch.from_numpy(np.flatnonzero(sequences.masks[row]) - 1)
+        return lm(torch.from_numpy(sequences.ids[row]).long()[None]).logits[0, before].log_softmax(-1)
+
+    divergences = []
+    for row in range(2):
+        own, taught = distributions(plain, row), distributions(hinted, row).detach()
+        divergences.append((own.exp() * (own - taught)).sum(-1))
+    mean = torch.cat(divergences).mean()
+    (0.5 * mean).backward()
+    norm = torch.stack([each.grad.norm() for each in lm.parameters() if each.grad is not None]).norm()
+    assert metrics["policy/hinted_share"] == 0.25
+    assert metrics["policy/kl_hinted"] == pytest.approx(mean.item(), rel=1e-4)
+    assert metrics["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+@pytest.mark.seconds
+def test_hints_bring_the_policy_nearer_to_itself_with_them(trainer: MakeTrainer) -> None:
     failed = _bandit()
-    hinted = replace(failed, rows=[replace(row, score=0.0, hint="<|im_end|>" * 3) for row in failed.rows])
     unhinted = replace(failed, rows=[replace(row, score=0.0) for row in failed.rows])
-    learner = trainer(advantage="cpo", lr=1e-2, lr_warmup_steps=0)
-    before = published(learner)
+    hinted = replace(failed, rows=[replace(row, score=0.0, hint="<|im_end|>" * 3) for row in failed.rows])
+    learner = trainer(advantage="none", critic="none", hints={"coef": 1.0}, lr=3e-3, lr_warmup_steps=0, keep_versions=9)
     metrics = learner.train_step(unhinted, version=0)
-    assert (metrics["policy/grad_norm"], metrics["policy/hinted_share"]) == (0.0, 0.0), "without hints it is grpo"
-    metrics = learner.train_step(hinted, version=1)
-    assert metrics["policy/grad_norm"] > 0.0 and metrics["policy/hinted_share"] == 1.0
-    assert not torch.equal(before["model.norm.weight"], published(learner)["model.norm.weight"])
+    assert (metrics["policy/grad_norm"], metrics["policy/hinted_share"]) == (0.0, 0.0)
+    assert "policy/kl_hinted" not in metrics
+    found = [learner.train_step(hinted, version=version)["policy/kl_hinted"] for version in range(1, 5)]
+    assert found[-1] < 0.5 * found[0]
+
+
+def test_hints_are_read_by_the_policy_of_the_first_step_after_a_resume_too(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    hinted = [replace(row, score=0.0, hint="<|im_end|>" * 3) for row in _bandit().rows]
+    options = {
+        "advantage": "none",
+        "critic": "none",
+        "hints": {"coef": 1.0},
+        "lr": 3e-2,
+        "lr_warmup_steps": 0,
+        "keep_versions": 9,
+    }
+    learner = trainer(**options)
+    first, second = (
+        learner._hinted(_with_hints(learner, hinted))
+        for _ in range(2)
+        if learner.train_step(TrainBatch(rows=hinted), version=0)
+    )
+    assert first is not None and second is not None and torch.equal(first.logprobs, second.logprobs)
+    learner.save(tmp_path / "state")
+    resumed = trainer(**options)
+    resumed.load(tmp_path / "state")
+    again = resumed._hinted(_with_hints(resumed, hinted))
+    assert again is not None and torch.equal(first.logprobs, again.logprobs)
+
+
+def _with_hints(learner: Trainer, rows: list[Row]) -> BatchTensors:
+    table = learner._with_words(token_table(TrainBatch(rows=rows), min_version=0), rows=rows)
+    return replace(table, sequences=learner._laid_out(table.sequences, table=table))
 
 
 def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -718,7 +786,7 @@ def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
 ) -> None:
     teacher = make_model(tmp_path / "teacher", seed=11)
     learner = trainer(
-        advantage="teacher", teacher={"path": str(teacher)}, lr=3e-3, lr_warmup_steps=0, minibatches=1, critic="none"
+        advantage="none", teacher={"path": str(teacher)}, lr=3e-3, lr_warmup_steps=0, minibatches=1, critic="none"
     )
     batch, found = walks(), []
     for version in range(6):
@@ -736,7 +804,7 @@ def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
 
 
 def test_a_teacher_in_half_precision_rounds_as_the_policy_does(trainer: MakeTrainer, model: Path) -> None:
-    learner = trainer(advantage="teacher", teacher={"path": str(model)}, critic="none", dtype="bfloat16")
+    learner = trainer(advantage="none", teacher={"path": str(model)}, critic="none", dtype="bfloat16")
     assert learner.train_step(walks(), version=0)["policy/kl_teacher"] == 0.0, "the policy is its own teacher"
 
 

@@ -11,11 +11,12 @@ from learner.model.packed_attention import Paths
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer
 from tests.support.weights.published_weights import published
 
+HINTS = {"advantage": "grpo", "critic": "none", "hints": {"coef": 0.5, "sources": ["hint", "sibling"]}}
 WAYS: dict[str, dict[str, Any]] = {
     "groups": {"advantage": "grpo", "critic": "none", "minibatches": 2, "token_budget": 150},
     "critic": {"critic": "separate", "kl": {"coef": 0.05}, "gradient_checkpointing": True, "minibatches": 1},
     "adapter": {"lora": {"rank": 4, "alpha": 8.0}, "entropy_coef": 0.01, "epochs": 2},
-    "hints": {"advantage": "cpo", "critic": "none", "loss": "gspo", "minibatches": 1},
+    "hints": {**HINTS, "loss": "gspo", "minibatches": 1},
 }
 
 

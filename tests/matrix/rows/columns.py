@@ -9,7 +9,6 @@ from tests.matrix.effects import Effect, counted, expect
 from tests.matrix.inventory import columns
 from tests.matrix.records import Ended, Row
 from tests.matrix.rows.agents import notes
-from tests.matrix.scenarios.learner_runs import learner_name
 from tests.matrix.scenarios.program_runs import SECRET
 
 
@@ -25,7 +24,7 @@ def rows() -> list[Row]:
         Row("column reward_model.ground_truth", "seen by scorers", "mix", _contains_the_truth),
         Row("column extra_info.start", "", "small-cache", _in_environment),
         Row("column extra_info.index", "", "program", _seen("index", 7)),
-        Row("column extra_info.hint", "", learner_name("cpo"), _learned_from_the_hint),
+        Row("column extra_info.hint", "", "hints", _learned_from_the_hint),
         Row("column extra_info.hint", "hidden from agents", "program", _hidden("h-1")),
         Row("column extra_info.tools_kwargs", "", "loops", _scored_by_the_tool),
         Row("column extra_info.need_tools_kwargs", "", "tests/agents/loops/test_tool_agent.py::test_a_row_says_whether_its_tools_need_arguments"),

@@ -11,6 +11,7 @@ from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
 
 EXPERTS = "tests/learner/experts/test_expert_training.py"
+ECHO = "tests/learner/training/test_echo.py"
 TOLD = "test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_have_chosen"
 REPLAYED = (
     "tests/project/test_run_folders.py::test_a_mixture_of_experts_is_trained_with_the_experts_that_its_engine_used"
@@ -130,7 +131,7 @@ def _of_losses() -> list[Row]:
     """Keys that belong to some estimators, losses and corrections."""
     gae, plain, steered = learner_name("gae"), learner_name("grpo"), learner_name("reinforce_plus_plus")
     clip_cov, kl_cov, tv = learner_name("reinforce_plus_plus_baseline"), learner_name("opo"), learner_name("gpg")
-    geo, open_geo = learner_name("gdpo"), learner_name("cpo")
+    geo, open_geo = learner_name("gdpo"), "hints"
     k3, stale = learner_name("grpo_passk"), learner_name("otb")
     icepop, mis, kind = learner_name("rloo"), learner_name("remax"), "learner.rejection.kind"
     return [
@@ -195,8 +196,14 @@ def _numbers() -> list[Row]:
         Row("learner.gamma", "", "rounds", trains("learner.gamma", 1.0)),
         Row("learner.lam", "", gae, trains("learner.lam", 1.0)),
         Row("learner.kl.coef", "", plain, trains("learner.kl.coef", 0.0)),
-        Row("learner.teacher.path", "", learner_name("teacher"), trains("learner.teacher.path", "")),
-        Row("learner.teacher.coef", "", learner_name("teacher"), trains("learner.teacher.coef", 1.0)),
+        Row("learner.teacher.path", "", learner_name("none"), trains("learner.teacher.coef", 1e-6)),
+        Row("learner.teacher.coef", "", learner_name("none"), trains("learner.teacher.coef", 1.0)),
+        Row("learner.hints.coef", "", "hints", trains("learner.hints.coef", 0.25)),
+        Row("learner.hints.sources", "hint", "hints", trains("learner.hints.coef", 1e-6)),
+        Row("learner.hints.sources", "said", "rounds", trains("learner.hints.sources", ["hint"])),
+        Row("learner.hints.sources", "sibling", "recipe-sdpo", trains("learner.hints.sources", ["hint", "said"])),
+        Row("learner.echo.tool", "", f"{ECHO}::test_equal_scores_leave_the_gradient_of_the_weighted_cross_entropy"),
+        Row("learner.echo.user", "", "rounds", trains("learner.echo.user", 0.0)),
         Row("learner.kl.horizon", "", learner_name("reinforce_plus_plus"), trains("learner.kl.horizon", 10_000.0)),
         Row("learner.router_aux_coef", "", f"{EXPERTS}::test_the_routers_loss_counts_by_its_coefficient"),
         Row("learner.entropy_coef", "", plain, trains("learner.entropy_coef", 0.0)),

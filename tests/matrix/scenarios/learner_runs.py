@@ -60,10 +60,14 @@ ALSO: dict[str, dict[str, Any]] = {
     },
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
-    "cpo": {"data.scorer": "exact_match", "learner.rejection.kind": "geo_mean"},
-    "teacher": {"learner.teacher.path": "{files}/teacher", "learner.teacher.coef": 2.0},
+    "none": {"learner.teacher.path": "{files}/teacher", "learner.teacher.coef": 2.0},
 }  # fmt: skip
-"""Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
+"""Advantage -> what its run sets besides."""
+HINTS: dict[str, Any] = {
+    **{key: value for key, value in LEARNER.items() if key not in OF_RECIPES}, 
+    "learner.advantage": "grpo", "learner.critic": "none", "learner.hints.coef": 0.5, "learner.rejection.kind": "geo_mean",
+}  # fmt: skip
+"""Hints beside GRPO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +149,7 @@ def learner_runs() -> list[Run]:
             settings=one.settings,
             files=_with_teacher
             if "learner.teacher.path" in one.settings
-            else of_many_lengths(
-                extra_info={"hint": "Say abc."},
-                **({"ground_truth": "abc"} if one.settings.get("data.scorer") == "exact_match" else {}),
-            ),
+            else of_many_lengths(extra_info={"hint": "Say abc."}),
         )
         for one in packed()
     ]
@@ -159,6 +160,7 @@ def learner_runs() -> list[Run]:
     return [
         *runs,
         *recipe_runs(),
+        Run(name="hints", settings=HINTS, files=of_many_lengths(extra_info={"hint": "Say abc."})),
         Run(name="rounds", settings=ROUNDS, files=_letters),
         Run(name="truncated", settings=cut, files=of_many_lengths()),
     ]
@@ -178,7 +180,14 @@ def recipes() -> list[str]:
 def recipe_runs() -> list[Run]:
     """One for each recipe, which says all of the algorithm."""
     own = {key: value for key, value in LEARNER.items() if key not in OF_RECIPES}
-    return [Run(name=f"recipe-{name}", settings={**own, RECIPE: name}, files=of_many_lengths()) for name in recipes()]
+    return [
+        Run(
+            name=f"recipe-{name}",
+            settings={**own, RECIPE: name},
+            files=of_many_lengths(extra_info={"hint": "Say abc."}),
+        )
+        for name in recipes()
+    ]
 
 
 ROUNDS: dict[str, Any] = {
@@ -192,8 +201,11 @@ ROUNDS: dict[str, Any] = {
     "learner.lr_warmup_steps": 0,
     "learner.gamma": 0.5,
     "learner.calibrate_values": False,
+    "learner.echo.user": 0.2,
+    "learner.hints.coef": 0.3,
+    "learner.hints.sources": ["said"],
 }
-"""Two rounds in each episode, with values from a second model."""
+"""Two rounds in each episode, with values from a second model; what the environment said between them is foreseen, and a hint."""
 
 
 def _letters(folder: Path) -> None:

@@ -172,7 +172,9 @@ def _judged() -> list[Run]:
         ),
         Run(
             name="parsers",
-            settings={**JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1},
+            settings={
+                **JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1,
+            },
             files=fates("tools", "two rounds"),
             environment=notes,
         ),

@@ -19,7 +19,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"learner.router_replay": True, "rollout.engine": "http://127.0.0.1:1", "rollout.kv_cache_gb": None},
         ("learner.router_replay", "got rollout.engine=http://127.0.0.1:1", "rollout.engine=vllm"),
     ),
-    "a teacher that is not named": ({"learner.advantage": "teacher"}, ("learner.advantage=teacher", "learner.teacher.path=''")),
+    "a teacher that is not named": ({"learner.advantage": "none"}, ("learner.advantage=none", "learner.teacher.path=''")),
     "roles that nobody learns": (
         {"roles": {"judge": {"url": "http://127.0.0.1:1/v1"}}},
         ("roles must name one that the policy plays", "got judge"),
