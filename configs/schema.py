@@ -705,6 +705,11 @@ class Config(Section):
         trained = tuple(name for name, role in self.roles.items() if role.is_trained)
         return trained if self.learner.lora.per_role else ()
 
+    @property
+    def members(self) -> int:
+        """Episodes of a group: `buffer.group_size`, and the greedy one of remax."""
+        return self.buffer.group_size + (self.learner.advantage == "remax")
+
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         learner = self.learner
@@ -848,7 +853,7 @@ class Config(Section):
             self._check_ranking()
 
     def _check_ranking(self) -> None:
-        agents, members = self.agents, self.buffer.group_size + (self.learner.advantage == "remax")
+        agents, members = self.agents, self.members
         if not isinstance(agents.concurrency, int) or agents.concurrency < members:
             raise ValueError(
                 f"data.judge.mode=ranking has the {members} members of a group wait for one another: agents.concurrency must be a "

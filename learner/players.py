@@ -15,7 +15,6 @@ from env_adapters.adapter import ADAPTERS, adapter_class
 from env_adapters.scoring.judge import NAME as JUDGE
 from env_adapters.scoring.judge import Judge, read_rubric
 from env_adapters.scoring.rewards import Rewards
-from learner.startup.run_buffers import num_greedy
 from learner.validation import PREFIX
 from mocked_server.dispatch import PLAIN
 
@@ -87,7 +86,7 @@ def _judge(config: Config) -> Judge:
     return Judge(
         read_rubric(settings.rubric, mode=settings.mode),
         mode=settings.mode,
-        group_size=config.buffer.group_size + num_greedy(config),
+        group_size=config.members,
         max_tokens=settings.max_tokens,
         timeout_s=settings.timeout_s,
         is_ours=not role.url,

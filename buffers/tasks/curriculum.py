@@ -76,8 +76,8 @@ class Curriculum:
             self._figures = {"sampler/pass_rate": sum(rates) / len(drawn), "sampler/new_share": sum(new) / len(drawn)}
 
     def figures(self) -> dict[str, float]:
-        """Of the tasks that were drawn under the version before: the mean of their estimated pass rates, and the share without a
-        score; and how many tasks have one."""
+        """The mean of the estimated pass rates of the tasks that were drawn under the version before, and the share of them
+        without a score; and how many tasks have one."""
         return {**self._figures, "sampler/tasks": float(sum(file.num_tried for file in self._files))}
 
     def add_file(self, name: str, ids: npt.NDArray[np.uint64]) -> PassRates:

@@ -75,7 +75,7 @@ class TaskPool:
         """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`, `num_greedy`: see
         `Ledger.open_group`; greedy members come beside the `group_size` others.
         `times_opened`: groups of each task that
-        an earlier process of this run opened. `curriculum`: draws the tasks of a source, and is told what groups scored.
+        an earlier process of this run opened. `curriculum`: draws the tasks of a source, by what groups scored.
         `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
         ledger's, in tests."""

@@ -79,7 +79,7 @@ class JudgeTotals:
     orders: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """For a step's line."""
+        """The figures of a step's line."""
         figures = {"judge/rounds": float(self.rounds), "judge/tokens": float(self.tokens)}
         figures |= {"judge/seconds": self.seconds, "judge/failed": float(self.failed)}
         agreements = (("judge/agreement_truth", self.truths), ("judge/agreement_orders", self.orders))

@@ -208,6 +208,30 @@ def test_roles_and_teachers_that_cannot_be_are_refused(override: str, words: str
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+JUDGE = ["data.scorer=judge", "roles={player: {}, judge: {frozen: 0}}"]
+RANKING = [*JUDGE, "data.judge.mode=ranking", "agents.silence_s=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.sampler=thompson", "data.tasks="], "data.sampler=thompson draws from data.tasks, which must be set"),
+        (["data.scorer=judge"], "must be one that is not trained, got no such role"),
+        (["data.scorer={a: judge}", "roles={judge: {}}"], "must be one that is not trained, got one that is"),
+        (["data.judge.timeout_s=3"], "data.judge.timeout_s has an effect with data.scorer=judge only"),
+        ([*RANKING, "agents.concurrency=7"], "agents.concurrency must be a number >= 8, got 7"),
+        ([*RANKING, "agents.concurrency=auto"], "agents.concurrency must be a number >= 8, got auto"),
+        ([*RANKING, "agents.silence_s=3"], "got agents.silence_s=3"),
+        ([*RANKING, "agents.fewest_members=4"], "got agents.fewest_members=4"),
+        ([*RANKING, "data.validation.tasks=v.parquet"], "got data.judge.truth=''; set it to what scores them"),
+    ],
+)
+def test_samplers_and_judges_that_cannot_be_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(FOLDER / "demo.yaml", overrides=overrides)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
 def test_roles_are_set_as_a_whole_and_served_by_one_process() -> None:
     config = load_config(FOLDER / "demo.yaml", overrides=["roles={a: {}, b: {frozen: -10}}"])
     assert [(name, role.frozen, role.is_trained) for name, role in config.roles.items()] == [

@@ -262,6 +262,7 @@ def test_how_each_operation_may_be_stored() -> None:
     functions = (
         batches.claim, batches.commit_step, batches.release, batches.evict_stale, batches.read_rounds, scores.notify_score,
         scores.score_history, checkpoints.position, checkpoints.restore, checkpoints.times_opened,
+        checkpoints.group_outcomes,
     )  # fmt: skip
     assert {function.__name__: rules_of(function) for function in functions} == {
         "claim": Rules(transient=True),
@@ -274,6 +275,7 @@ def test_how_each_operation_may_be_stored() -> None:
         "position": Rules(repeatable=True),
         "restore": Rules(),
         "times_opened": Rules(repeatable=True),
+        "group_outcomes": Rules(repeatable=True),
     }
 
 

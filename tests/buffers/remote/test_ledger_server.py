@@ -228,6 +228,7 @@ def everything(ledger: Ledger) -> Iterator[Any]:
     yield {**vars_of(place := ledger.position().result()), "run_id": ""}
     yield ledger.restore(place).result()
     yield ledger.times_opened().result()
+    yield ledger.group_outcomes(0).result()
     for wrong, kind in (
         (lambda: ledger.start_episode("nobody", version=0), UnknownEpisode),
         (lambda: ledger.put_round(make_round(two, index=1)), EpisodeClosed),
