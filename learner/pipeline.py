@@ -387,8 +387,9 @@ class Pipeline:
 
         async def stage() -> None:
             await loop.run()
+            is_told = bool(self.history.steps)  # of a learner that was started again
             self._note_sft(loop)
-            if not self._only_sft:
+            if not self._only_sft and not is_told:
                 figures = {name: value for name, value in loop.summary().items() if isinstance(value, int | float)}
                 self._tracker.log(0, {f"sft/{name}": value for name, value in figures.items() if name in SFT_FIGURES})
                 write_summary(folder / "summary.json", {"name": config.run.name, **loop.summary(), "error": None})

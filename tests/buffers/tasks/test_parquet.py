@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,53 @@ def test_traces_are_read_back_in_order(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     write_traces(tmp_path / "traces.parquet", traces, tools=tools)
     assert [trace.tools for trace in read_demonstrations(tmp_path / "traces.parquet")] == [tools] * 3
+
+
+def test_demonstrations_in_openai_form_are_read_from_lines_and_from_columns(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "4", "weight": 0, "reasoning_content": "So."},
+    ]
+    rows = [
+        {"messages": [MESSAGE, answer], "tools": [{"type": "function"}], "score": 0.5, "weight": 2}
+        for answer in answers
+    ]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    columns = [row | {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])} for row in rows]
+    for path in (
+        tmp_path / "d.jsonl",
+        write_rows(tmp_path / "text.parquet", columns),
+        write_rows(tmp_path / "s.parquet", rows),
+    ):
+        first, second = read_demonstrations(path)
+        assert first.messages == [MESSAGE, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert second.messages[1] == answers[1], "fields that a struct column fills with null are left out"
+        assert (first.tools, first.score, first.weight) == ([{"type": "function"}], 0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", r"row 1: a line must be a JSON object"),
+        ("{}", r"row 1: column 'messages' must be in the object of each line"),
+        ('{"messages": []}', r"row 1: column 'messages' must be text or a list of messages"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "weight": 2}]}',
+            r"a list of messages with a weight of 0 or 1, got 2",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "weight": -1}',
+            r"column 'weight' must be a number of at least 0",
+        ),
+        ('{"messages": [{"role": "user", "content": "a"}], "score": "x"}', r"column 'score' must be a finite number"),
+    ],
+)
+def test_a_line_that_is_no_demonstration_is_named(tmp_path: Path, line: str, why: str) -> None:
+    good = json.dumps({"messages": [MESSAGE]})
+    (tmp_path / "d.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(TaskError, match=why):
+        list(read_demonstrations(tmp_path / "d.jsonl"))
 
 
 def test_rows_are_read_only_as_they_are_asked_for(tmp_path: Path) -> None:
