@@ -253,8 +253,9 @@ class SftLoop:
         self._on_step()
 
     async def _log(self, figures: dict[str, float]) -> None:
-        self._lines.append({"step": float(self.step), **figures} | self._restart_limit.figures())
-        await asyncio.to_thread(self._tracker.log, self.step, self._lines[-1])
+        figures = figures | self._restart_limit.figures()
+        self._lines.append({**figures, "step": self.step})
+        await asyncio.to_thread(self._tracker.log, self.step, figures)
 
     async def _first_validation(self) -> None:
         """Validates the weights before the first update."""

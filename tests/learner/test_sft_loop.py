@@ -168,6 +168,7 @@ async def test_updates_have_their_learning_rate_their_lines_and_a_checkpoint(tmp
     assert [step for step, _, _ in steps] == [1, 2, 3, 4, 5, 6] and ranks.told[-1] == "end"
     assert [lr for _, _, lr in steps] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert all(type(line["step"]) is int for line in lines(tmp_path)), "the page reads no others"
     assert lines(tmp_path)[-1]["sft/epoch"] == 2.0
     assert [each.position.step for each in CheckpointStore(tmp_path / "checkpoints", keep=1).all()] == [6]
     summary = loop.summary()
