@@ -199,7 +199,7 @@ class _Child(process.BaseProcess):
     def run(self) -> None:
         if not self._watches:
             end_with(self._starter)
-        faulthandler.register(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=2)
         if self._prepare is not None:
             self._prepare()
         super().run()

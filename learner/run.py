@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
     """Run once. Exit codes: 0 done, 1 the run failed, 2 unusable configuration, 130 stopped by Ctrl-C. `program`: what the user
     calls it by."""
     guard_output()
-    faulthandler.register(signal.SIGUSR1)  # each thread's stack, into the run's log; so do all processes of ours
+    faulthandler.register(
+        signal.SIGUSR1, file=2
+    )  # each thread's stack, into the run's log; so do all processes of ours
     parser = argparse.ArgumentParser(
         prog=program,
         description="Train the model behind an agent: engine, server, agents and learner in one command.",

@@ -52,3 +52,28 @@ def test_ctrl_c_of_the_terminal_does_not_reach_what_is_started(tmp_path: Path, m
     blocked = int(lines["SigBlk"], 16)
     assert blocked & 1 << (signal.SIGINT - 1)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+STACKS = """
+import os, signal, time
+from configs import fork_server
+
+fork_server.start()
+process = fork_server.own_context().Process(target=time.sleep, args=(3600.0,))
+process.start()
+caught = lambda: int(open(f"/proc/{process.pid}/status").read().partition("SigCgt:")[2].split()[0], 16)
+while not caught() & 1 << (signal.SIGUSR1 - 1):
+    time.sleep(0.01)
+os.kill(process.pid, signal.SIGUSR1)
+process.join(1.0)
+print(process.exitcode)
+process.kill()
+"""
+
+
+def test_a_child_writes_its_stacks_on_sigusr1_and_goes_on() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STACKS], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert ended.stdout == "None\n", ended.stderr
+    assert "most recent call first" in ended.stderr and "Thread 0x" in ended.stderr

@@ -86,7 +86,7 @@ def test_figures_come_as_columns_in_as_many_points_as_asked_for(client):
     assert found["runs"]["seen"] == found["runs"]["other"]
     assert found["runs"]["seen"]["step"] == [0, 1, 2] and found["runs"]["seen"]["bucket"] == 1
     assert found["runs"]["seen"]["columns"] == {"reward/mean": [None, 0.25, 0.75], "time/step_s": [None, 1.0, 2.0]}
-    assert found["names"] == ["generation/aborted", "reward/mean", "time/step_s", "sft/last_loss"]
+    assert found["names"] == ["generation/aborted", "reward/mean", "sft/last_loss", "time/step_s"]
     assert found["about"] == {"reward/mean": "mean score"}
     few = get(client, "/api/metrics", runs="seen", names="reward/mean", points=1, **{"from": 1})["runs"]["seen"]
     assert (few["bucket"], few["step"], few["columns"]) == (2, [2], {"reward/mean": [0.5]})
