@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from buffers.terminal import guard_output
 
@@ -149,7 +150,17 @@ def import_logs(words: list[str]) -> int:
     from learner.import_logs import main
     from mocked_server.conversation.chat_history import REMEDY
 
-    return main(words, remedies={cause.value: remedy for cause, remedy in REMEDY.items()})
+    def renderer_of(folder: Path) -> Any:
+        from configs.schema import RolloutConfig, ServerConfig
+        from mocked_server.vllm.demonstrations import make_renderer
+        from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
+
+        settings = EngineSettings(
+            model_path=folder, served_name="policy", dtype="float32", server=ServerConfig(), rollout=RolloutConfig()
+        )
+        return make_renderer(make_vllm_config(make_args(settings)), strict=False, last_only=False, longest=sys.maxsize)
+
+    return main(words, renderer_of=renderer_of, remedies={cause.value: remedy for cause, remedy in REMEDY.items()})
 
 
 def ledger(words: list[str]) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ NOT_TRAINED = (
     "answers of another model have no log-probabilities of the policy, so they become demonstrations for SFT, or tasks, and never "
     "enter a policy gradient"
 )
-STRIPS, REWRITES = "template_strips_thinking", "template_rewrites_history"
 
 
-def main(words: Sequence[str], *, remedies: Mapping[str, str]) -> int:
-    """Exit codes: 0 something was written, 2 nothing could be. `remedies`: cause of a branch -> what helps, in words."""
+def main(words: Sequence[str], *, renderer_of: Callable[[Path], Any], remedies: Mapping[str, str]) -> int:
+    """Exit codes: 0 something was written, 2 nothing could be. `renderer_of`: a model's folder -> what shows its demonstrations;
+    `remedies`: cause of a branch -> what helps, in words."""
     parser = argparse.ArgumentParser(
         prog="understudy import",
         description="Read sessions of Claude Code, Codex and other agents, ATIF, chat JSONL, ShareGPT, OpenTelemetry spans, data "
@@ -50,22 +50,31 @@ def main(words: Sequence[str], *, remedies: Mapping[str, str]) -> int:
     )
     given = parser.parse_args(words)
     try:
-        return _import(given, remedies=remedies)
+        return _import(given, renderer_of=renderer_of, remedies=remedies)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _import(given: argparse.Namespace, *, remedies: Mapping[str, str]) -> int:
+def _import(given: argparse.Namespace, *, renderer_of: Callable[[Path], Any], remedies: Mapping[str, str]) -> int:
     from buffers.row_files import write_rows
     from buffers.tasks.logs import Findings, LogReader, row_of
     from buffers.tasks.parquet import TASK_SCHEMA, TRACE_SCHEMA
+    from configs.model_folder import has_chat_template
+    from learner.startup.template_check import check_template
 
     if given.form not in (DEMONSTRATIONS, TASKS):
         raise UnderstudyError(f"--as must be demonstrations or tasks, got {given.form!r}: {NOT_TRAINED}")
     if given.out.suffix != ".parquet":
         raise UnderstudyError(f"--out must be a file .parquet, got {given.out}: {NOT_TRAINED}")
-    fit = TemplateFit(given.model) if given.model else None
+    fit = None
+    if given.model:
+        if not has_chat_template(given.model):
+            raise UnderstudyError(
+                f"--model must be the folder of a model with a chat template, got {given.model}; name another"
+            )
+        check_template(given.model, key="--model")
+        fit = TemplateFit(renderer_of(given.model), remedies=remedies)
     found = Findings()
     reader = LogReader(found=found, of_ledger=_of_ledger, redact=given.redact)
     sessions: Iterator[Any] = (session for source in given.source for session in reader.read(source))
@@ -81,7 +90,7 @@ def _import(given: argparse.Namespace, *, remedies: Mapping[str, str]) -> int:
     finally:
         print("\n".join(_report(found)))
         if fit is not None:
-            print("\n".join(fit.report(remedies)))
+            print("\n".join(fit.report()))
     print(f"wrote      {number:,} {given.form} to {given.out}")
     return 0
 
@@ -127,82 +136,41 @@ def _counts(counts: Counter[str]) -> str:
 
 
 class TemplateFit:
-    """What of the sessions can be learned by a model's chat template: the answers that it shows whole behind its own prompt, and
-    where play could not continue them token for token."""
+    """The sessions as SFT would show them to a model: what of them is trained, what is refused, and where play could not continue
+    them token for token. `renderer`: `mocked_server.vllm.demonstrations.DemonstrationRenderer`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises TaskError for a folder without a usable template."""
-        from transformers import AutoTokenizer
-
-        from configs.model_folder import has_chat_template
-        from learner.startup.template_check import check_template
-
-        if not has_chat_template(folder):
-            raise UnderstudyError(
-                f"--model must be the folder of a model with a chat template, got {folder}; name another"
-            )
-        check_template(folder, key="--model")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self._render = partial(tokenizer.apply_chat_template, tokenize=False)
-        self._tokens = partial(tokenizer, add_special_tokens=False)
-        self._answers = self._shown = self._num_tokens = 0
+    def __init__(self, renderer: Any, *, remedies: Mapping[str, str]) -> None:
+        self._renderer = renderer
+        self._remedies = remedies
+        self._shown = self._refused = self._num_rows = self._num_tokens = 0
         self._causes: Counter[str] = Counter()
 
     def seen(self, sessions: Iterable[Any]) -> Iterator[Any]:
         """The sessions, each looked at."""
-        for session in sessions:
-            self._look(session)
-            yield session
+        from buffers.tasks.parquet import Trace
 
-    def _look(self, session: Any) -> None:
-        from jinja2 import TemplateError
+        looked: list[Any] = []
 
-        raised = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
-        messages = [_as_served(message) for message in session.messages]
-        written, thought = "", ""
-        for at, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            try:
-                asks = self._render(messages[:at], tools=session.tools, add_generation_prompt=True)
-                whole = self._render(messages[: at + 1], tools=session.tools)
-            except raised as error:
-                self._causes[f"the chat template refuses it: {' '.join(str(error).split())[:160]}"] += 1
-                self._answers += sum(each["role"] == "assistant" and each.get("weight") != 0 for each in messages[at:])
-                return
-            if not asks.startswith(written):
-                self._causes[STRIPS if thought and thought not in asks else REWRITES] += 1
-            written, thought = whole, str(message.get("reasoning_content", "")).strip()
-            if message.get("weight") == 0:
-                continue
-            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            answer = whole.removeprefix(asks) if whole.startswith(asks) else ""
-            self._answers += 1
-            if answer and all(part in answer for part in (message["content"].strip(), thought, *names)):
-                self._shown += 1
-                self._num_tokens += len(self._tokens(answer.rstrip())["input_ids"])
+        def traces() -> Iterator[Any]:
+            for session in sessions:
+                looked.append(session)
+                yield Trace(messages=session.messages, tools=session.tools or None)
+
+        for rows in self._renderer.rows(traces()):
+            if isinstance(rows, Exception):
+                self._refused += 1
+                self._causes[re.sub(r"^answer \d+: ", "", str(rows))[:200]] += 1
             else:
-                self._causes["the chat template does not show all of the answer behind its own prompt"] += 1
+                self._shown += 1
+                self._num_rows += len(rows)
+                self._num_tokens += sum(int(row.mask.sum()) for row in rows)
+            yield looked.pop()
 
-    def report(self, remedies: Mapping[str, str]) -> Iterator[str]:
+    def report(self) -> Iterator[str]:
         """The lines that are printed."""
-        yield f"trainable  {self._shown:,} of {self._answers:,} answers, {self._num_tokens:,} tokens"
+        number = self._shown + self._refused
+        yield f"trainable  {self._shown:,} of {number:,} sessions, {self._num_rows:,} rows, {self._num_tokens:,} tokens"
         for cause, number in self._causes.most_common():
-            more = f", each a row of its own ({remedies[cause]})" if cause in remedies else ""
-            yield f"template   {number:,}: {cause}{more}"
-
-
-def _as_served(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as the server hands it to a template: arguments of calls are objects."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call)}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, **({"tool_calls": calls} if calls else {})}
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError):
-        return call["function"]["arguments"]
+            yield f"refused    {number:,}: {cause}"
+        for cause, number in self._renderer.causes.most_common():
+            yield f"template   {number:,}: {cause}, each a row of its own ({self._remedies.get(cause, 'no remedy is known')})"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -86,6 +87,8 @@ class DemonstrationRenderer:
         self._stop_texts = [text for text, token in self._tokenizer.get_added_vocab().items() if token in self._stops]
         self._last_only = last_only
         self._longest = longest
+        self.causes: Counter[str] = Counter()
+        """Answers that did not continue the one before, by cause."""
         self._known: dict[str, Any] = {}
         """The last tools' parameters."""
         self._make_params = make_params
@@ -144,6 +147,8 @@ class DemonstrationRenderer:
             current_call.reset(token)
         plan = call.continuation
         assert plan is not None and plan.chat is not None, "text prompts of a call have a continuation"
+        if plan.cause is not None:
+            self.causes[plan.cause.value] += 1
         sampled = self._answer(messages, at, params=params)
         response = Response(
             request_id="", sampled_ids=sampled, logprobs=np.zeros(len(sampled), np.float32),
@@ -296,8 +301,11 @@ def _chat_params(tools: Sequence[Mapping[str, Any]] | None) -> Any:
     return request.build_chat_params(None, "auto").with_defaults({"tools": offered, "tokenize": False})
 
 
-def make_renderer(vllm_config: Any, *, strict: bool, last_only: bool) -> DemonstrationRenderer:
-    """That of a run's model. Raises TaskError for a model whose chats vLLM renders without a template."""
+def make_renderer(
+    vllm_config: Any, *, strict: bool, last_only: bool, longest: int | None = None
+) -> DemonstrationRenderer:
+    """That of a run's model. `longest`: tokens of a prompt and its answer; None: as many as the engine takes. Raises TaskError for
+    a model whose chats vLLM renders without a template."""
     from vllm.exceptions import VLLMClientError
     from vllm.renderers import renderer_from_config
 
@@ -312,5 +320,5 @@ def make_renderer(vllm_config: Any, *, strict: bool, last_only: bool) -> Demonst
     stops = [renderer.get_tokenizer().eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     return DemonstrationRenderer(
         renderer, strict=strict, stops=[stop for stop in stops if stop is not None], last_only=last_only,
-        longest=config.max_model_len, refusal=VLLMClientError, make_params=_chat_params,
+        longest=longest or config.max_model_len, refusal=VLLMClientError, make_params=_chat_params,
     )  # fmt: skip

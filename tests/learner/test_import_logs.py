@@ -37,6 +37,10 @@ SESSION: dict[str, Any] = {
 }
 
 
+def none(folder: Path) -> Any:
+    raise AssertionError(f"nobody asked what {folder} shows")
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "logs.jsonl"
@@ -62,7 +66,10 @@ def test_demonstrations_are_what_the_learner_reads(
 
 
 def test_tasks_are_what_was_asked_before_the_first_answer_each_once(source: Path, tmp_path: Path) -> None:
-    assert main([str(source), "--out", str(tmp_path / "tasks.parquet"), "--as", "tasks"], remedies={}) == 0
+    assert (
+        main([str(source), "--out", str(tmp_path / "tasks.parquet"), "--as", "tasks"], renderer_of=none, remedies={})
+        == 0
+    )
     (task,) = read_tasks(tmp_path / "tasks.parquet")
     assert task.prompt == SESSION["messages"][:2] and task.extra_info["tools"] == TOOLS and task.ground_truth is None
 
@@ -77,11 +84,11 @@ def test_tasks_are_what_was_asked_before_the_first_answer_each_once(source: Path
 def test_an_answer_of_another_model_never_enters_a_policy_gradient(
     source: Path, tmp_path: Path, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(source), *words], remedies={}) == 2
+    assert main([str(source), *words], renderer_of=none, remedies={}) == 2
     told = capsys.readouterr().err
     assert named in told and "never enter a policy gradient" in told and told.count("\n") == 1
     out = tmp_path / "demonstrations.parquet"
-    assert main([str(source), "--out", str(out)], remedies={}) == 0
+    assert main([str(source), "--out", str(out)], renderer_of=none, remedies={}) == 0
     with pytest.raises(TaskError, match="never enter a policy gradient"):
         next(read_tasks(out))
 
@@ -94,7 +101,7 @@ def test_nothing_is_written_where_nothing_was_found(
     if kind == "empty":
         source.mkdir()
     out = tmp_path / "out.parquet"
-    assert main([str(source), "--out", str(out)], remedies={}) == 2
+    assert main([str(source), "--out", str(out)], renderer_of=none, remedies={}) == 2
     assert re.search(r"at least one row|not there", capsys.readouterr().err) and [*tmp_path.glob("*out*")] == []
 
 
@@ -109,25 +116,16 @@ def test_it_says_what_a_template_shows_and_where_play_could_not_go_on(
     whole = tokenizer.apply_chat_template(SESSION["messages"], tokenize=False)
     answers = re.findall(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", whole, flags=re.DOTALL)
     number = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
-    assert f"trainable  6 of 6 answers, {2 * number:,} tokens" in said and "template " not in said
+    assert f"trainable  2 of 2 sessions, 2 rows, {2 * number:,} tokens" in said and "template " not in said
     assert cli.main(["import", *given, str(strips)]) == 0
+    assert "trainable  2 of 2 sessions" in capsys.readouterr().out, "play continues what was sampled, thoughts and all"
+    broken = make_tiny_model(tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text(
+        "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+    )
+    assert cli.main(["import", *given, str(broken)]) == 0
     said = capsys.readouterr().out
-    assert "trainable  6 of 6 answers" in said
-    assert (
-        "template   2: template_strips_thinking, each a row of its own (the chat template drops earlier reasoning;"
-        in said
-    )
-    (tmp_path / "refused.jsonl").write_text(
-        json.dumps({"messages": [{"role": "developer", "content": "x"}, *SESSION["messages"]]})
-    )
-    (strips / "chat_template.jinja").write_text(
-        "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{- raise_exception('no tools') -}}{%- endif -%}"
-        "{{- m.role ~ ': ' ~ m.content -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
-    )
-    assert cli.main(["import", *given, str(strips)]) == 0
-    said = capsys.readouterr().out
-    assert "trainable  0 of 6 answers" in said and "the chat template refuses it: no tools" in said
-    assert "does not show all of the answer" in said
+    assert "trainable  0 of 2 sessions" in said and "refused    2: the chat template does not show its tools" in said
     assert cli.main(["import", *given, str(tmp_path)]) == 2
     assert "--model must be the folder of a model with a chat template" in capsys.readouterr().err
 
@@ -139,7 +137,7 @@ def test_a_run_s_folder_is_a_source(tmp_path: Path, tiny_model: Path, capsys: py
     (run / "metrics.jsonl").write_text("{}\n")
     with Ledger(run / "ledger.sqlite") as ledger:
         Player(ledger, AutoTokenizer.from_pretrained(tiny_model)).play(0, scores=[1.0, 0.5])
-    assert main([str(run), "--out", str(tmp_path / "out.parquet"), "--model", str(tiny_model)], remedies={}) == 0
+    assert cli.main(["import", str(run), "--out", str(tmp_path / "out.parquet"), "--model", str(tiny_model)]) == 0
     said = capsys.readouterr().out
-    assert "files      ledger (1)" in said and "sessions   2 with 4 answers" in said and "trainable  4 of 4" in said
+    assert "files      ledger (1)" in said and "sessions   2 with 4 answers" in said and "trainable  2 of 2" in said
     assert len(list(read_demonstrations(tmp_path / "out.parquet"))) == 2
