@@ -121,7 +121,8 @@ def test_it_says_what_a_template_shows_and_where_play_could_not_go_on(
     assert "trainable  2 of 2 sessions" in capsys.readouterr().out, "play continues what was sampled, thoughts and all"
     broken = make_tiny_model(tmp_path / "broken")
     (broken / "chat_template.jinja").write_text(
-        "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+        "{%- for m in messages -%}{{- m.role ~ ': ' ~ m.content -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
     )
     assert cli.main(["import", *given, str(broken)]) == 0
     said = capsys.readouterr().out
