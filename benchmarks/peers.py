@@ -10,7 +10,7 @@ reached `--target`; `peak_memory_vs_trl`, ours over theirs, the largest proporti
 second. A side that did not reach the target has `null`. Invariant: sides run one after the other, never together.
 
 Tried on two cores without a GPU, and not here: verl 0.9.1 ("Total available GPUs 0 is less than total desired GPUs 1") and OpenRLHF
-0.11.2 (needs flash-attn, whose build needs CUDA); by reading, Trinity-RFT 0.6.0 ("we only support cuda for now") and prime-rl 0.8.0.
+0.11.2 (needs flash-attn, whose build needs CUDA); by reading, Trinity-RFT 0.6.0 ("only support cuda for now"), prime-rl 0.8.0.
 ms-swift 4.6.0 began to train there, by TRL's trainer.
 """
 
