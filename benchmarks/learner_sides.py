@@ -266,7 +266,7 @@ class TreeTrainer(Trainer):
     def timed_update(self, table: BatchTensors, *, prefix_tree: bool) -> tuple[float, float]:
         """Seconds of an update, from the rows to the new weights, the making of the tree too; and tokens of the rows over those
         computed."""
-        before = Before(table.behaviour.clone(), *torch.zeros(3, len(table.behaviour)))
+        before = Before(table.behaviour.clone(), *torch.zeros(3, len(table.behaviour)), hinted=None)
         self._wait()
         began = time.perf_counter()
         layout = replace(self.layout, shares=prefix_tree)
