@@ -8,6 +8,7 @@ rounds; the log-probabilities are the model's own and are computed again for eve
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -22,7 +23,6 @@ import pytest
 
 from buffers.records import Task
 from buffers.tasks.logs import Findings, LogReader
-from learner.import_logs import _as_served
 from mocked_server.check import vllm_scripted_engine
 from mocked_server.check.__main__ import TASK
 from mocked_server.check.trial import trial_server
@@ -202,8 +202,14 @@ def test_an_imported_session_renders_to_the_ids_that_were_sampled(rehearsal, try
 
 
 def answer_ids(message: dict[str, Any], *, tokenizer: Any) -> tuple[int, ...]:
-    """The ids of an answer up to the token that ends it, as the template writes it."""
+    """The ids of an answer up to the token that ends it, as the template writes it, which gets arguments of calls as objects."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
     opening = [{"role": "user", "content": "-"}]
     asks = tokenizer.apply_chat_template(opening, tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template([*opening, _as_served(message)], tokenize=False)
+    whole = tokenizer.apply_chat_template(
+        [*opening, message | ({"tool_calls": calls} if calls else {})], tokenize=False
+    )
     return tuple(tokenizer.encode(whole[len(asks) :].rstrip("\n"), add_special_tokens=False))
