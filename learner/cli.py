@@ -151,6 +151,7 @@ def import_logs(words: list[str]) -> int:
     from mocked_server.conversation.chat_history import REMEDY
 
     def renderer_of(folder: Path) -> Any:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else it tells of an engine that is not started
         from configs.schema import RolloutConfig, ServerConfig
         from mocked_server.vllm.demonstrations import make_renderer
         from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
