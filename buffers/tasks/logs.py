@@ -272,7 +272,12 @@ class LogReader:
     def _given(self, sessions: Iterable[Session], *, place: str) -> Iterator[Session]:
         """Those that can be written, each once."""
         for session in sessions:
-            session = replace(session, messages=self._without_secrets(session.messages))
+            session = replace(
+                session,
+                messages=self._without_secrets(session.messages),
+                tools=self._without_secrets(session.tools),
+                source=self._without_secrets(session.source),
+            )
             try:
                 row = row_of(session)
             except BadCell:

@@ -170,11 +170,13 @@ def test_secrets_are_counted_and_their_names_stand_in_their_place_where_that_is_
         {"role": "user", "content": before + secret + after},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    file = lines(tmp_path / "a.jsonl", {"messages": messages})
+    tools = [{"type": "function", "function": {"name": "f", "description": before + secret + after}}]
+    file = lines(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
     (kept,), found = read_all(file)
-    assert kept.messages[0]["content"] == before + secret + after and found.secrets[name] == 2
+    assert kept.messages[0]["content"] == before + secret + after and found.secrets[name] == 3
     (redacted,), found = read_all(file, redact=True)
-    assert redacted.messages[0]["content"] == f"{before}[{name}]{after}" and found.secrets == {name: 2}
+    assert redacted.messages[0]["content"] == f"{before}[{name}]{after}" and found.secrets == {name: 3}
+    assert redacted.tools is not None and redacted.tools[0]["function"]["description"] == f"{before}[{name}]{after}"
     arguments = redacted.messages[1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"x": [f"{before}[{name}]{after}"]}
 
