@@ -184,8 +184,8 @@ class ScoreDetail:
             raise ValueError("a score is of a round or of a branch or of a role, got two of them; send two scores")
 
 
-MAX_JUDGE_CHARS, MAX_HINT_CHARS = 100, 8192
-"""Longest name of a judge, and longest hint."""
+MAX_JUDGE_CHARS, MAX_HINT_CHARS, MAX_SESSION_CHARS = 100, 8192, 200
+"""Longest name of a judge, longest hint, and longest name of a session."""
 
 
 class Verdict(float):

@@ -662,6 +662,17 @@ class SftConfig(Section):
         return {key: path for key, path in named.items() if isinstance(path, str) and path and self.demonstrations}
 
 
+class ServeConfig(Section):
+    enabled: bool = False
+    """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded, and
+    learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
+    silence_s: Positive = 600.0
+    """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another stretch.
+    One without feedback goes on."""
+    batch_age_s: Positive = 3600.0
+    """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
+
+
 class Config(Section):
     """A whole run. See configs/demo.yaml for a complete example."""
 
@@ -675,6 +686,7 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     sft: SftConfig = SftConfig()
+    serve: ServeConfig = ServeConfig()
     roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
     """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
     path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
@@ -756,6 +768,7 @@ class Config(Section):
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
         self._check_sft()
+        self._check_serve()
         self._check_harbor()
         check_names(self.rollout.engine_args)
         check_engine_keys(
@@ -771,6 +784,25 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_serve(self) -> None:
+        if not self.serve.enabled:
+            if given := list(self.serve.model_dump(exclude_defaults=True)):
+                raise ValueError(
+                    f"serve.{given[0]} has an effect with serve.enabled only, got false; start it by `understudy serve`"
+                )
+            return
+        needed = {
+            "server.processes": (self.server.processes, 1), "buffer.node": (self.buffer.node, ""),
+            "buffer.group_size": (self.buffer.group_size, 1), "learner.stage": (self.learner.stage, "rl"),
+            "roles": (self.roles, {}), "data.reward_manager": (self.data.reward_manager, "naive"),
+            "data.tasks": (self.data.tasks, ""),
+        }  # fmt: skip
+        for key, (value, only) in needed.items():
+            if value != only:
+                raise ValueError(
+                    f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
+                )
 
     def _check_sft(self) -> None:
         sft = self.sft

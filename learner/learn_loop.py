@@ -51,6 +51,8 @@ class Schedule:
     """A first save is made and thrown away while the first batch is awaited: what cannot be saved ends the run before it learns."""
     sleep: bool = False
     """The engine's memory is freed while the learner updates."""
+    patience_s: float | None = None
+    """Seconds after which a batch is smaller than `buffer.groups_per_step`; None: never."""
     per_role: bool = False
     """Each role is a policy of its own, with versions of its own; then the step's number is no policy's version."""
 
@@ -256,7 +258,9 @@ class LearnLoop:
                 return batch
         self._num_replays = 0
         self._pool.unpause()
-        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
+        self._sampling = asyncio.create_task(
+            self._rounds.sample(num_groups, min_version=min_version, patience_s=self._schedule.patience_s)
+        )
         dying = asyncio.create_task(self._learner.ranks.until_dead())  # a learner that dies now is started again now
         try:
             await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)

@@ -73,6 +73,7 @@ from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
+from mocked_server.live_keys import LiveKeys
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
@@ -227,6 +228,8 @@ class Pipeline:
             records_experts=config.learner.router_replay,
         )  # fmt: skip
         server.on_ended = generation.forget
+        if server.sessions is not None:
+            generation.on_round = server.sessions.recorded
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
         main: Callable[[], Coroutine[Any, Any, None]]
@@ -508,6 +511,11 @@ class Pipeline:
             )  # fmt: skip
             stack.push_async_callback(server.close)
             server.attach_engine(engine)
+            if config.serve.enabled:
+                server.serve_users(
+                    buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
+                    words_count=config.learner.advantage == "none", version=lambda: engine.version,
+                )  # fmt: skip
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
@@ -619,6 +627,7 @@ class Pipeline:
                 start=self._start,
                 tries_save=not self._resume,
                 sleep=config.rollout.sleep,
+                patience_s=config.serve.batch_age_s if config.serve.enabled else None,
                 per_role=bool(config.adapter_roles),
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             ),

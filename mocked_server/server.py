@@ -36,7 +36,7 @@ from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
@@ -48,6 +48,8 @@ from mocked_server.http.roles import Roles
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
+from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import LiveSessions
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
@@ -105,6 +107,8 @@ class MockedServer:
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
+        self.sessions: LiveSessions | None = None
+        """Those of users, whose agents nobody starts; None: there are none."""
         self.engines: EngineWatch | None = None
         """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
@@ -196,6 +200,8 @@ class MockedServer:
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
             self._tasks.append(asyncio.create_task(self._dispatch.run(), name="dispatch"))
+        if self.sessions is not None:
+            self._tasks.append(asyncio.create_task(self.sessions.run(), name="end silent sessions"))
         if self.processes is not None:
             self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
@@ -211,6 +217,7 @@ class MockedServer:
                 is_full=lambda: self.pool.is_full,
                 elsewhere=None if self.processes is None else self.processes.elsewhere,
                 has_roles=self._roles is not None,
+                sessions=self.sessions,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],
@@ -314,6 +321,38 @@ class MockedServer:
         self.open_episode(episode)
         if self.processes is not None:
             self.processes.begun(episode.episode_id)
+        self._restore(episode, rounds)
+
+    def serve_users(
+        self, ledger: Ledger, *, keys: LiveKeys, silence_s: float, words_count: bool, version: Callable[[], int]
+    ) -> LiveSessions:
+        """Open the model API to the keys of users, whose agents nobody starts. Before `start`."""
+
+        def restore(episode: Episode, rounds: Sequence[Round]) -> LiveEpisode:
+            self.episodes.open(episode)
+            self._restore(episode, rounds)
+            return self.episodes.get(episode.episode_id)
+
+        self.sessions = LiveSessions(
+            ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
+            restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+        )  # fmt: skip
+        return self.sessions
+
+    def user_of(self, key: str) -> str | None:
+        """Whose key this is; None: no user's."""
+        return None if self.sessions is None else self.sessions.keys.user_of(key)
+
+    async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]:
+        """Store what is thought of a session, a round or an answer. `user`: None may speak of all. Raises UnknownEpisode."""
+        if self.sessions is None:
+            raise UnknownEpisode(
+                "feedback is of users' sessions, and this run serves none; start it by `understudy serve`"
+            )
+        taken = await self.sessions.feedback(user=user, **said)
+        return taken._asdict()
+
+    def _restore(self, episode: Episode, rounds: Sequence[Round]) -> None:
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.episodes.get(episode.episode_id).restore(rounds, decode=decode)
@@ -427,6 +466,7 @@ class MockedServer:
             "prompts_waiting": self.prompt_queue.qsize(),
             **self.episodes.metrics(),
             **self.pool.metrics(),
+            **({} if self.sessions is None else self.sessions.figures()),
             "engines": {} if self.engines is None else self.engines.status(),
             **({} if self.processes is None else {"processes": self.processes.status()}),
         }

@@ -7,6 +7,7 @@ Prometheus' client.
 | `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
 | `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`; see `ScoreBody`  |
 | `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
+| `POST /feedback` | a user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key opens it too |
 | `GET /health`    | none   | 200 while the server answers                                                      |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
 
@@ -45,7 +46,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
+from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, MAX_SESSION_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.fleet.engine_watch import kv_share
 from mocked_server.fleet.member import EngineFigures
@@ -72,6 +73,11 @@ class EpisodeService(Protocol):
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
     def episode_view(self, episode_key: str) -> dict[str, Any]: ...
+    def user_of(self, key: str) -> str | None:
+        """Whose key this is, in a run that serves users."""
+        ...
+
+    async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
     def engine_figures(self) -> Sequence[EngineFigures]: ...
     def check_storage(self) -> None:
@@ -121,6 +127,35 @@ class ScoreBody(BaseModel):
         return None if detail == ScoreDetail() else detail
 
 
+class FeedbackBody(BaseModel):
+    """A score, words or both, of exactly one of a session (with or without one of its rounds) and an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    session: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    """The session's name, as its client sends it, or its id."""
+    response_id: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    """The id that the client has read in an answer."""
+    round_index: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """A model call of the session, counted from 0 as they end."""
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    text: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
+    """What should have been otherwise, in words."""
+    source: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
+    """Who says it: a later score of the same source takes the place of the one before."""
+
+    @model_validator(mode="after")
+    def _one(self) -> FeedbackBody:
+        if bool(self.session) == bool(self.response_id):
+            raise ValueError("exactly one of session and response_id must be given")
+        if self.response_id and self.round_index is not None:
+            raise ValueError("round_index counts the calls of a session; an answer is one")
+        if self.score is None and not self.text:
+            raise ValueError("score or text must be given")
+        if not self.source.isprintable():
+            raise ValueError("source must be printable")
+        return self
+
+
 class TasksBody(BaseModel):
     """Rows as in a task file."""
 
@@ -167,6 +202,15 @@ def build_app(service: EpisodeService) -> FastAPI:
             service.check_role(body.role)
         stored = await service.notify_score(body.episode_id, body.score, detail=body.detail())
         return {"episode_id": body.episode_id, "stored": stored}
+
+    @app.post("/feedback")
+    async def feedback(body: FeedbackBody, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+        given = _bearer(authorization)
+        user = service.user_of(given)
+        if user is None and not service.keys.same(given, service.keys.scorer):
+            raise _Unauthorized("feedback needs a user's key, or the scorer's, as `Authorization: Bearer <key>`")
+        service.check_storage()
+        return await service.feedback(user=user, **body.model_dump())
 
     @app.get("/episode", dependencies=[its_scorer])
     async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
@@ -228,13 +272,16 @@ def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | Non
     """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
     def check(authorization: Annotated[str, Header()] = "") -> str:
-        given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-        whose = opens(service.keys, given)
+        whose = opens(service.keys, _bearer(authorization))
         if whose is None:
             raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
         return whose
 
     return Depends(check)
+
+
+def _bearer(authorization: str) -> str:
+    return authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
 
 
 class _Unauthorized(UnderstudyError):

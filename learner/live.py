@@ -1,0 +1,94 @@
+"""`understudy serve keys` and `understudy feedback`: the users of a run that serves agents in use, and what they say of it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from buffers.errors import UnderstudyError
+from configs.load import ConfigError, load_config, shipped
+from mocked_server.live_keys import LiveKeys
+
+
+def keys(words: list[str]) -> int:
+    """The exit code; 2 where there is nothing to do."""
+    parser = argparse.ArgumentParser(
+        prog="understudy serve keys",
+        description="Keys that open the model API to the agents of a user. A key is shown once, and stored as a hash.",
+    )
+    parser.add_argument("action", choices=("add", "list", "revoke"))
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the user: letters, digits and _")
+    parser.add_argument(
+        "--config", type=Path, default=Path("live"), help="the configuration of `understudy serve` (default: live)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="its overrides, such as run.name=mine"
+    )
+    arguments = parser.parse_args(words)
+    if (arguments.action == "list") != (not arguments.name) and "=" not in arguments.name:
+        parser.error(f"{arguments.action} takes {'no name' if arguments.name else 'a NAME'}")
+    if "=" in arguments.name:
+        arguments.overrides.insert(0, arguments.name)
+    try:
+        config = load_config(shipped(arguments.config), [*arguments.overrides, "serve.enabled=true"])
+        keys = LiveKeys(Path(config.run.dir) / config.run.name)
+        if arguments.action == "add":
+            print(keys.add(arguments.name))
+        elif arguments.action == "revoke":
+            keys.revoke(arguments.name)
+            print(f"the key of {arguments.name} opens nothing any more")
+        else:
+            for name, key in keys.read().items():
+                made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key["made"]))
+                print(f"{name:<20} made {made}{'  revoked' if key['revoked'] else ''}")
+    except (ConfigError, UnderstudyError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def feedback(words: list[str]) -> int:
+    """The exit code: 0 it is stored, 2 it is not."""
+    parser = argparse.ArgumentParser(
+        prog="understudy feedback",
+        description="Tell a live run what you think of a session, or of an answer in it. Later feedback of the same source takes the "
+        "place of earlier one, until it was learned from.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--session", default="", help="the session: its name as its client sends it, or its id")
+    what.add_argument("--answer", default="", metavar="ID", help="an answer, by the id in it")
+    parser.add_argument("--round", type=int, default=None, help="of --session: a model call, counted from 0")
+    parser.add_argument("--score", type=float, default=None)
+    parser.add_argument("--text", default="", help="what should have been otherwise")
+    parser.add_argument("--source", default="", help="who says it (default: nobody by name)")
+    arguments = parser.parse_args(words)
+    body = {
+        "session": arguments.session, "response_id": arguments.answer, "round_index": arguments.round,
+        "score": arguments.score, "text": arguments.text, "source": arguments.source,
+    }  # fmt: skip
+    try:
+        place = dict(word.split("=", 1) for word in shlex.split((arguments.run / "scorer.env").read_text()))
+        answer = httpx.post(
+            f"{place['SERVER_URL']}/feedback",
+            json=body,
+            headers={"Authorization": f"Bearer {place['SCORER_KEY']}"},
+            timeout=60.0,
+        )
+        told = answer.json()
+    except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
+        print(
+            f"understudy feedback: RUN must be a live run that is running, got {arguments.run} ({error!r:.200})",
+            file=sys.stderr,
+        )
+        return 2
+    if answer.status_code != 200:
+        print(f"understudy feedback: {told.get('error', {}).get('message', told)}", file=sys.stderr)
+        return 2
+    print(f"stored of {told['episode_id']}" + ("" if told["trains"] else "; it was learned from already"))
+    return 0
