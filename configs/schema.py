@@ -662,6 +662,19 @@ class SftConfig(Section):
         return {key: path for key, path in named.items() if isinstance(path, str) and path and self.demonstrations}
 
 
+class GateConfig(Section):
+    tasks: str = ""
+    """Parquet file of tasks that a new version plays, scored by `data.scorer`, before users are served it: what must not be lost while
+    wishes are learned. Empty: every new version is served."""
+    every: PositiveInt = 5
+    """Updates between two candidates; those between are not served."""
+    samples: PositiveInt = 1
+    """Episodes of each task; a single one is greedy."""
+    margin: NotNegative = 0.05
+    """A candidate is refused unless its mean score is at most this below the served version's, with 95 % certainty (one-sided, over
+    the differences of each task)."""
+
+
 class ServeConfig(Section):
     enabled: bool = False
     """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded, and
@@ -671,6 +684,7 @@ class ServeConfig(Section):
     One without feedback goes on."""
     batch_age_s: Positive = 3600.0
     """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
+    gate: GateConfig = GateConfig()
 
 
 class Config(Section):
@@ -803,6 +817,15 @@ class Config(Section):
                 raise ValueError(
                     f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
                 )
+        if self.serve.gate.tasks and not self.learner.lora.rank:
+            raise ValueError(
+                f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
+                f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
+            )
+        if self.serve.gate.tasks and not self.data.scorer:
+            raise ValueError(
+                "serve.gate.tasks are scored by data.scorer, got ''; set data.scorer=exact_match, or another"
+            )
 
     def _check_sft(self) -> None:
         sft = self.sft

@@ -96,6 +96,10 @@ def serve(words: list[str]) -> int:
         from learner.live import keys
 
         return keys(words[1:])
+    if words and words[0] in ("promote", "rollback", "status"):
+        from learner.live import versions
+
+        return versions(words[0], words[1:])
     more = ["--resume", "auto"] if "--resume" not in words else []
     named = [] if any(word == "--config" or word.startswith("--config=") for word in words) else ["--config", "live"]
     overrides = [word for word in words if "=" in word and not word.startswith("-")]

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -52,6 +53,45 @@ def keys(words: list[str]) -> int:
     return 0
 
 
+def versions(action: str, words: list[str]) -> int:
+    """`understudy serve promote | rollback | status`. The exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"understudy serve {action}", description="The versions that users of a live run are served."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    if action != "status":
+        parser.add_argument("version", type=int, nargs="?" if action == "rollback" else None, default=None)
+    arguments = parser.parse_args(words)
+    told = _ask(arguments.run, "admin", "versions", {"action": action, "version": getattr(arguments, "version", None)})
+    if told is None:
+        return 2
+    print(f"version {told['served']} is served")
+    if action == "status":
+        for each in told["versions"]:
+            gate = each.get("gate", {})
+            scored = f"  gate {gate['mean']:.3f} (parent {gate['parent_mean']:.3f})" if "mean" in gate else ""
+            print(
+                f"{each['version']:>6}  {each['state']:<9}{scored}  {len(each.get('sessions', []))} sessions  {each.get('why', '')}"
+            )
+    return 0
+
+
+def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of a running run; None, and the reason is printed."""
+    try:
+        place = dict(word.split("=", 1) for word in shlex.split((run / f"{who}.env").read_text(encoding="utf-8")))
+        headers = {"Authorization": f"Bearer {place[f'{who.upper()}_KEY']}"}
+        answer = httpx.post(f"{place['SERVER_URL']}/{route}", json=body, headers=headers, timeout=60.0)
+        told: dict[str, Any] = answer.json()
+    except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
+        print(f"understudy: RUN must be a live run that is running, got {run} ({error!r:.200})", file=sys.stderr)
+        return None
+    if answer.status_code != 200:
+        print(f"understudy: {told.get('error', {}).get('message', told)}", file=sys.stderr)
+        return None
+    return told
+
+
 def feedback(words: list[str]) -> int:
     """The exit code: 0 it is stored, 2 it is not."""
     parser = argparse.ArgumentParser(
@@ -72,23 +112,8 @@ def feedback(words: list[str]) -> int:
         "session": arguments.session, "response_id": arguments.answer, "round_index": arguments.round,
         "score": arguments.score, "text": arguments.text, "source": arguments.source,
     }  # fmt: skip
-    try:
-        place = dict(word.split("=", 1) for word in shlex.split((arguments.run / "scorer.env").read_text()))
-        answer = httpx.post(
-            f"{place['SERVER_URL']}/feedback",
-            json=body,
-            headers={"Authorization": f"Bearer {place['SCORER_KEY']}"},
-            timeout=60.0,
-        )
-        told = answer.json()
-    except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
-        print(
-            f"understudy feedback: RUN must be a live run that is running, got {arguments.run} ({error!r:.200})",
-            file=sys.stderr,
-        )
-        return 2
-    if answer.status_code != 200:
-        print(f"understudy feedback: {told.get('error', {}).get('message', told)}", file=sys.stderr)
+    told = _ask(arguments.run, "scorer", "feedback", body)
+    if told is None:
         return 2
     print(f"stored of {told['episode_id']}" + ("" if told["trains"] else "; it was learned from already"))
     return 0

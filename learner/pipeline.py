@@ -49,6 +49,7 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_version
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.live_versions import SERVED, Versions
 from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
@@ -178,6 +179,8 @@ class Pipeline:
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_joined: Callable[[], None] = lambda: None
+        self._versions: Versions | None = None
+        """Those that users may be served."""
         self._played: asyncio.Future[Play] | None = None
         """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
@@ -497,6 +500,9 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
+            if config.serve.enabled and config.learner.lora.rank:
+                weights.earlier = self._versions = self._make_versions(players, engine, ledger=buffers.ledger)
+                await self._versions.begin()
             await others.start_beside(
                 engine, folder=self._folder, weights=weights, first=self._remote.first, say=self._display.note
             )
@@ -514,13 +520,20 @@ class Pipeline:
             if config.serve.enabled:
                 server.serve_users(
                     buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
-                    words_count=config.learner.advantage == "none", version=lambda: engine.version,
+                    words_count=config.learner.advantage == "none", adapter=SERVED if self._versions else "",
+                    version=lambda: engine.version if self._versions is None else self._versions.served or 0,
                 )  # fmt: skip
+                server.versions = self._versions
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
         return Serving(engine=engine, engines=engines, server=server, buffers=buffers, others=others)
+
+    def _make_versions(self, players: Players, engine: EngineFleet, *, ledger: Ledger) -> Versions:
+        gate = self._config.serve.gate
+        read = partial(task_list, Path(gate.tasks), agent_name=players.default) if gate.tasks else None
+        return Versions(self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note)
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -650,6 +663,7 @@ class Pipeline:
             validation=self._make_validation(players, serving.buffers.ledger),
             checkpoint=self._checkpoint,
             agreement=self.agreement,
+            versions=self._versions,
             on_begun=partial(write_config, self._folder, config),
         )
 
@@ -854,7 +868,9 @@ def engine_settings(
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
         lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
-        kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
+        kept_versions=4
+        if config.serve.enabled
+        else max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
         router_replay=config.learner.router_replay and not evaluates,
         trust_remote_code=config.model.trust_remote_code,

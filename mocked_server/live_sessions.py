@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,6 +40,8 @@ RESTORED = 32
 MOST_UNNAMED = 256
 """Unnamed sessions of a user that are compared with a request, the latest heard first."""
 LOOK_S = 1.0
+_NUMBER = re.compile(r"(?<=[0-9a-f])[_-]\d{1,4}$")
+"""What vLLM adds to a request's id for the engine: the number of a prompt in it."""
 
 
 class Settings(Protocol):
@@ -67,7 +70,7 @@ class _Open:
 
 
 class LiveSessions:
-    """`version`: the policy's, now. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an
+    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an
     episode has ended."""
 
     def __init__(
@@ -79,6 +82,7 @@ class LiveSessions:
         silence_s: float,
         words_count: bool,
         version: Callable[[], int],
+        adapter: str,
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
     ) -> None:
@@ -88,6 +92,7 @@ class LiveSessions:
         self._silence_s = silence_s
         self._words_count = words_count
         self._version = version
+        self._adapter = adapter
         self._restore = restore
         self._on_ended = on_ended
         self._users: dict[str, _User] = {}
@@ -170,6 +175,7 @@ class LiveSessions:
         return self._took(user, session, self._restore(_episode(session, user=user.name), rounds))
 
     def _took(self, user: _User, session: Session, live: LiveEpisode) -> LiveEpisode:
+        live.adapter = self._adapter
         self._open[session.episode_id] = _Open(user, session)
         if session.name:
             user.named[session.name, session.is_side] = live
@@ -180,8 +186,9 @@ class LiveSessions:
     def recorded(self, prompt: Prompt, round_: Round) -> None:
         """A round was stored: the client has read the id of its request in its answer."""
         if round_.episode_id in self._open:
+            request_id = _NUMBER.sub("", prompt.request_id)
             self._ledger.name_answer(
-                request_id=prompt.request_id, episode_id=round_.episode_id, round_index=round_.round_index
+                request_id=request_id, episode_id=round_.episode_id, round_index=round_.round_index
             )
 
     async def feedback(

@@ -25,6 +25,7 @@ from buffers.errors import (
     EpisodeError,
     ScoreError,
     StorageFull,
+    TaskError,
     UnderstudyError,
     UnknownEpisode,
 )
@@ -73,6 +74,14 @@ class ScoreSink(Protocol):
         ...
 
 
+class VersionService(Protocol):
+    """`learner.live_versions.Versions`."""
+
+    async def promote(self, version: int) -> None: ...
+    async def rollback(self, version: int | None = None) -> int: ...
+    def status(self) -> dict[str, Any]: ...
+
+
 class MockedServer:
     """See the module. `pool` hands out episodes, `notify_score_fn(episode_id, score)` takes their scores (any thread)."""
 
@@ -107,6 +116,8 @@ class MockedServer:
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
+        self.versions: VersionService | None = None
+        """Those that users may be served; None: there is one, the newest."""
         self.sessions: LiveSessions | None = None
         """Those of users, whose agents nobody starts; None: there are none."""
         self.engines: EngineWatch | None = None
@@ -324,9 +335,16 @@ class MockedServer:
         self._restore(episode, rounds)
 
     def serve_users(
-        self, ledger: Ledger, *, keys: LiveKeys, silence_s: float, words_count: bool, version: Callable[[], int]
+        self,
+        ledger: Ledger,
+        *,
+        keys: LiveKeys,
+        silence_s: float,
+        words_count: bool,
+        version: Callable[[], int],
+        adapter: str,
     ) -> LiveSessions:
-        """Open the model API to the keys of users, whose agents nobody starts. Before `start`."""
+        """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
 
         def restore(episode: Episode, rounds: Sequence[Round]) -> LiveEpisode:
             self.episodes.open(episode)
@@ -335,13 +353,26 @@ class MockedServer:
 
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
-            restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+            adapter=adapter, restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
         )  # fmt: skip
         return self.sessions
 
     def user_of(self, key: str) -> str | None:
         """Whose key this is; None: no user's."""
         return None if self.sessions is None else self.sessions.keys.user_of(key)
+
+    async def change_version(self, action: str, version: int | None) -> dict[str, Any]:
+        """Serve another version to users: `promote` one, or `rollback`; `status`: change nothing. What is known of all, afterwards.
+        Raises UnderstudyError."""
+        if self.versions is None:
+            raise TaskError(
+                "versions are kept in a run of `understudy serve` with learner.lora.rank > 0, and this is none; start one"
+            )
+        if action == "rollback":
+            await self.versions.rollback(version)
+        elif action == "promote" and version is not None:
+            await self.versions.promote(version)
+        return self.versions.status()
 
     async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]:
         """Store what is thought of a session, a round or an answer. `user`: None may speak of all. Raises UnknownEpisode."""

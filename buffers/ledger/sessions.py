@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 from typing import NamedTuple
 
-from buffers.errors import EpisodeClosed, ScoreConflict, UnknownEpisode, UnderstudyError
+from buffers.errors import EpisodeClosed, ScoreConflict, UnderstudyError, UnknownEpisode
 from buffers.ledger.episodes import adopt_episode, read_episode
 from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import notify_score, say, settle

@@ -113,10 +113,11 @@ class ModelRequests:
             self.observer.request(call, path, body)
         if call.by_body is not None:
             asked = await call.apart(_object_of, body)
-            if asked is not None and not isinstance(chosen := await call.by_body(asked), LiveEpisode):
-                call.by_chat = chosen
-            elif asked is not None:
+            chosen = None if asked is None else await call.by_body(asked)
+            if isinstance(chosen, LiveEpisode):
                 call.join(chosen)
+            else:
+                call.by_chat = chosen
         if self._roles is not None:
             body = await call.apart(self._roles.settle, call, body)
             if (upstream := self._roles.upstream_of(call.role)) is not None:

@@ -9,6 +9,7 @@ Prometheus' client.
 | `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
 | `POST /feedback` | a user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key opens it too |
 | `GET /health`    | none   | 200 while the server answers                                                      |
+| `POST /versions` | admin  | serves another version to users: see `VersionBody` |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
 
 A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
@@ -26,7 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -78,6 +79,7 @@ class EpisodeService(Protocol):
         ...
 
     async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]: ...
+    async def change_version(self, action: str, version: int | None) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
     def engine_figures(self) -> Sequence[EngineFigures]: ...
     def check_storage(self) -> None:
@@ -156,6 +158,20 @@ class FeedbackBody(BaseModel):
         return self
 
 
+class VersionBody(BaseModel):
+    """promote: serve this version; rollback: this one, or the one before; status: change nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    action: Literal["promote", "rollback", "status"]
+    version: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> VersionBody:
+        if self.action == "promote" and self.version is None:
+            raise ValueError("version must be given to promote")
+        return self
+
+
 class TasksBody(BaseModel):
     """Rows as in a task file."""
 
@@ -229,6 +245,10 @@ def build_admin_app(service: EpisodeService) -> FastAPI:
     async def add_tasks(body: TasksBody) -> dict[str, int]:
         service.check_storage()
         return {"added": await service.add_tasks(body.tasks)}
+
+    @app.post("/versions", dependencies=admin)
+    async def versions(body: VersionBody) -> dict[str, Any]:
+        return await service.change_version(body.action, body.version)
 
     @app.get("/status", dependencies=admin)
     async def status() -> dict[str, Any]:

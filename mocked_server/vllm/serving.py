@@ -30,6 +30,7 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
+from mocked_server.fleet.member import ADAPTER_OF
 from mocked_server.http.dialects import FAILURES, GENERATE, SERVED, SLEEP, WAKE_UP, failure_of
 from mocked_server.request_context import (
     LARGE_BYTES,
@@ -314,7 +315,9 @@ class QueueClient:
             episode_id=None if live is None else live.episode_id,
             group_id=None if live is None else live.episode.group_id,
             prompt_token_ids=ids,
-            sampling=Sampling(params=params, extra=extra or {}),
+            sampling=Sampling(
+                params=params, extra={**(extra or {}), **({ADAPTER_OF: live.adapter} if live and live.adapter else {})}
+            ),
             reply=reply,
             parent=None if plan is None else plan.parent_index,
             memo=b"" if plan is None else memo_of(plan.chat, plan.cause),
