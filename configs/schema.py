@@ -664,8 +664,8 @@ class SftConfig(Section):
 
 class GateConfig(Section):
     tasks: str = ""
-    """Parquet file of tasks that a new version plays, scored by `data.scorer`, before users are served it: what must not be lost while
-    wishes are learned. Empty: every new version is served."""
+    """Parquet file of tasks that a new version plays, scored by `data.scorer`, before users are served it: what must not be lost
+    while wishes are learned. Empty: every new version is served."""
     every: PositiveInt = 5
     """Updates between two candidates; those between are not served."""
     samples: PositiveInt = 1
@@ -677,11 +677,11 @@ class GateConfig(Section):
 
 class ServeConfig(Section):
     enabled: bool = False
-    """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded, and
-    learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
+    """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded,
+    and learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
     silence_s: Positive = 600.0
-    """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another stretch.
-    One without feedback goes on."""
+    """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another
+    stretch. One without feedback goes on."""
     batch_age_s: Positive = 3600.0
     """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
     gate: GateConfig = GateConfig()

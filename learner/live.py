@@ -96,8 +96,8 @@ def feedback(words: list[str]) -> int:
     """The exit code: 0 it is stored, 2 it is not."""
     parser = argparse.ArgumentParser(
         prog="understudy feedback",
-        description="Tell a live run what you think of a session, or of an answer in it. Later feedback of the same source takes the "
-        "place of earlier one, until it was learned from.",
+        description="Tell a live run what you think of a session, or of an answer in it. Later feedback of the same source takes "
+        "the place of earlier one, until it was learned from.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
     what = parser.add_mutually_exclusive_group(required=True)

@@ -1,9 +1,9 @@
-"""The versions of the policy that users are served, in a run of `understudy serve`: what was learned is a candidate, which is promoted
-where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
+"""The versions of the policy that users are served, in a run of `understudy serve`: what was learned is a candidate, which is
+promoted where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
 
 Called by `learner.learn_loop` after an update, and by the administrator's routes. Each version is a folder of the run's
-`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, which the
-gate's tasks are played with, and the one that users are served (`SERVED`). Invariants: users are served the version that
+`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, which
+the gate's tasks are played with, and the one that users are served (`SERVED`). Invariants: users are served the version that
 `served.json` names, also after a restart; one that was refused is served only if somebody promotes it.
 """
 

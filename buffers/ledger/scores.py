@@ -124,7 +124,8 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
         (episode_id,),
     ).fetchall()
     hint = db.execute(
-        f"SELECT hint FROM score WHERE episode_id = ? AND hint IS NOT NULL AND ({_COUNTS} OR verdict = 'words') ORDER BY score_id DESC LIMIT 1",
+        "SELECT hint FROM score WHERE episode_id = ? AND hint IS NOT NULL AND verdict IN ('stored', 'revised', 'words') "
+        "ORDER BY score_id DESC LIMIT 1",
         (episode_id,),
     ).fetchone()
     return EpisodeScores(

@@ -1,8 +1,8 @@
 """Operations on sessions: episodes of agents that nobody starts, which are opened by their first request and scored by what people
 say of them, whenever they do.
 
-Called by `Ledger`, inside its transaction. Invariants: a session is one running episode at a time; once feedback has ended it, what its
-agent says next is another episode of the same name; feedback is of the user whose key opened the session.
+Called by `Ledger`, inside its transaction. Invariants: a session is one running episode at a time; once feedback has ended it,
+what its agent says next is another episode of the same name; feedback is of the user whose key opened the session.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def give_feedback(
 
 @operation(repeatable=True)
 def settle_session(db: sqlite3.Connection, *, episode_id: str, words_count: bool) -> bool:
-    """End a session that has feedback: its score is the mean of what was said of the whole, else of its rounds. False: nothing was said
-    of it. `words_count`: a session of which only words were said is trained, too, with a score of 0."""
+    """End a session that has feedback: its score is the mean of what was said of the whole, else of its rounds. False: nothing was
+    said of it. `words_count`: a session of which only words were said is trained, too, with a score of 0."""
     row = read_episode(db, episode_id=episode_id)
     if row.state != EpisodeState.RUNNING:
         return False
@@ -113,8 +113,8 @@ def settle_session(db: sqlite3.Connection, *, episode_id: str, words_count: bool
     (whole,) = db.execute(counts, (episode_id, "whole")).fetchone()
     if whole is None:
         latest = (
-            "SELECT avg(value) FROM score WHERE score_id IN (SELECT max(score_id) FROM score WHERE episode_id = ? AND part = 'round' "
-            "AND verdict IN ('stored', 'revised') GROUP BY round_index, judge)"
+            "SELECT avg(value) FROM score WHERE score_id IN (SELECT max(score_id) FROM score WHERE episode_id = ? "
+            "AND part = 'round' AND verdict IN ('stored', 'revised') GROUP BY round_index, judge)"
         )
         (mean,) = db.execute(latest, (episode_id,)).fetchone()
         said = "SELECT 1 FROM score WHERE episode_id = ? AND verdict = 'words' LIMIT 1"
