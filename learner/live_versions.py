@@ -2,8 +2,8 @@
 promoted where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
 
 Called by `learner.learn_loop` after an update, and by the administrator's routes. Each version is a folder of the run's
-`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, which
-the gate's tasks are played with, and the one that users are served (`SERVED`). Invariants: users are served the version that
+`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, with
+which the gate's tasks are played, and the one that users are served (`SERVED`). Invariants: users are served the version that
 `served.json` names, also after a restart; one that was refused is served only if somebody promotes it.
 """
 
@@ -87,7 +87,8 @@ class Versions:
     async def published(self, folder: Path, *, version: int) -> None:
         """The engines have a new version, whose adapter is in `folder`: it is kept. The first one is served."""
         await until_written(
-            partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}", folder=self._folder.parent, say=self._say
+            partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}",
+            folder=self._folder.parent, say=self._say,
         )  # fmt: skip
         if self.served is None:
             await self._serve(version, why="first")

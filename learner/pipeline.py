@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -37,7 +38,7 @@ from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_
 from agents.harbor.trials import HarborTrials
 from agents.workers.manager import AgentLoopManager
 from buffers.disk import until_taken
-from buffers.errors import TaskError
+from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
@@ -92,6 +93,8 @@ from mocked_server.vllm.hosted.program import HostSettings
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
+USERS_VERSIONS = 16
+"""Earlier versions that ranks keep, to check what users were told, however old that may be."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
@@ -179,13 +182,17 @@ class Pipeline:
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_joined: Callable[[], None] = lambda: None
+        self._only_serves = False
+        """Learning has failed; users are served on."""
         self._versions: Versions | None = None
         """Those that users may be served."""
         self._played: asyncio.Future[Play] | None = None
         """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
     def stop(self) -> bool:
-        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
+        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, or any more: the caller cancels `run`."""
+        if self._only_serves:
+            return False
         return self._has_ended or (self._learn is not None and self._learn.stop())
 
     async def run(self) -> None:
@@ -251,7 +258,7 @@ class Pipeline:
                 weights=weights,
                 generation=generation,
             )
-            main = self._learn.run
+            main = partial(self._learn_for_users, self._learn) if config.serve.enabled else self._learn.run
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
@@ -331,7 +338,8 @@ class Pipeline:
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
-            keep_versions=config.buffer.max_policy_lag + 1,
+            keep_versions=min(config.buffer.max_policy_lag, USERS_VERSIONS if config.serve.enabled else sys.maxsize)
+            + 1,
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
@@ -549,6 +557,8 @@ class Pipeline:
         )
 
     def _engine_died(self, name: str, error: Exception) -> None:
+        if self._config.serve.enabled:  # users are served as long as there is a way
+            self._restart_limit.excuse("engine")
         self._restart_limit.record("engine", error, name=name)
 
     @property
@@ -666,6 +676,16 @@ class Pipeline:
             versions=self._versions,
             on_begun=partial(write_config, self._folder, config),
         )
+
+    async def _learn_for_users(self, learn: LearnLoop) -> None:
+        """Learn; where that fails users are served on, until somebody stops the run."""
+        try:
+            return await learn.run()
+        except UnderstudyError as error:
+            self._only_serves = True
+            learn.activity = "failed"
+            self._display.note(f"learning has ended, users are served on: {error}; start it again to learn again")
+        await asyncio.Event().wait()
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:
         data = self._config.data
