@@ -48,7 +48,7 @@ USERS = 8
 START_S = 300.0
 TINY = [
     "run.checkpoints.every=0", "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5",
-    "buffer.groups_per_step=16", "learner.lr=2e-2", "learner.kl.coef=0",
+    "buffer.groups_per_step=16", "learner.lr=2e-2", "learner.kl.coef=0.001",
 ]  # fmt: skip
 
 
