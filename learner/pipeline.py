@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -94,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
 USERS_VERSIONS = 16
-"""Earlier versions that ranks keep, to check what users were told, however old that may be."""
+"""Versions that ranks keep to check what users were told, however old what they learn from may be."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
@@ -338,12 +337,12 @@ class Pipeline:
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
-            keep_versions=min(config.buffer.max_policy_lag, USERS_VERSIONS if config.serve.enabled else sys.maxsize)
-            + 1,
+            keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
             more={"longest_row": config.rollout.max_model_len}
+            | ({"most_checked": USERS_VERSIONS} if config.serve.enabled else {})
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )

@@ -151,8 +151,9 @@ def test_silence_ends_what_was_scored_and_forgets_what_was_not(tmp_path, tiny_mo
         until(lambda: server.ledger.counts()["groups/ready"] == 1, "the scored session did not end")
         until(lambda: len(server.server.episodes) == 0, "the other one was not forgotten")
         again = chat(ann, [*HELLO, said(open_), *HELLO])
+        until(lambda: len(server.server.episodes) == 0, "it was not forgotten again")
         assert feedback(server, ann, response_id=again.id, score=0.0).json()["trains"]
-        until(lambda: server.ledger.counts()["groups/ready"] == 2, "late feedback did not end it")
+        assert server.ledger.counts()["groups/ready"] == 2, "late feedback did not end it"
     finally:
         server.stop()
 

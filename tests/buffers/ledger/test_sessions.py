@@ -58,7 +58,19 @@ def test_answers_are_scored_by_their_ids_and_the_session_by_their_mean(ledger):
     assert settled(ledger, "e1")
     rows = ledger.claim(1, min_version=0).result().rows
     assert {row.score for row in rows} == {0.75}
-    assert {index: value for row in rows for index, value in row.round_scores.items()} == {0: 1.0, 2: 0.5}
+    assert {index: value for row in rows for index, value in row.round_scores.items()} == {0: 0.25, 2: -0.25}
+
+
+def test_a_session_is_compared_with_those_of_its_user_that_were_trained_before(ledger):
+    baselines = []
+    for number, (user, score) in enumerate([("ann", 1.0), ("ann", 0.0), ("bob", 0.25), ("ann", 1.0), ("bob", 1.0)]):
+        opened(ledger, f"e{number}", user=user)
+        told(ledger, user=user, session="s", score=score)
+        assert settled(ledger, f"e{number}")
+        batch = ledger.claim(1, min_version=0).result()
+        baselines.append(batch.rows[0].baseline)
+        ledger.commit_step(batch.lease_id, step=number + 1, version=number + 1).result()
+    assert baselines == [None, 1.0, None, 0.5, 0.25]
 
 
 def test_two_sources_of_one_answer_are_told_apart(ledger):
