@@ -1,18 +1,15 @@
-"""A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, what it keeps, and whether serving stands.
+"""A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, and whether serving stands.
 
-`python -m benchmarks.live [--seeds 0] [--only preference gate kills words] [--json PATH]`. Users ask one of four questions and wish that
-the answer has an `m`, which no prompt says; they score each answer by its id. Parts:
+`python -m benchmarks.live [--seeds 0] [--only preference gate kills] [--json PATH]`. Users ask one of four questions and wish that
+the answer has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of
+what was trained. Parts, all with the demo's tiny model:
 
-- preference: the demo's tiny model, two adapters of LoRA apart in nothing. `preference_first`, `preference_last`: share of answers as
-  wished in the first and in the last 64 sessions; `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8;
-  `wish_taken_back`: sessions after the wish was turned around until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median
-  latency while it learns over that of the same run before the first update.
-- gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were promoted
-  after that, of `poisoned_candidates`; `bad_version_served_s`: seconds from the command that takes a version back which was promoted by
-  force until no answer is of it.
-- kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`; `steps_after_kills`.
-- words: a real model (SmolLM2-135M), who is told in words what was wrong, or a score. `words_vs_scores`: sessions to 0.8 by words
-  (self-distillation) over those by scores.
+- preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
+  `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
+  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
+- gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were
+  promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a bad version is taken back.
+- kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 """
 
 from __future__ import annotations
@@ -43,12 +40,13 @@ from benchmarks.harness import ROOT, RunFailed, metric_lines, parser_of, play
 QUESTIONS = ["Say a word.", "Name a word.", "Write a word.", "Find a word."]
 WINDOW = 64
 TARGET = 0.8
+BATCH = 16
 USERS = 8
 """Requests at once."""
 START_S = 300.0
 TINY = [
     "run.checkpoints.every=0", "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5",
-    "buffer.groups_per_step=16", "learner.lr=2e-2", "learner.kl.coef=0.001",
+    f"buffer.groups_per_step={BATCH}", "learner.lr=1e-2", "learner.entropy_coef=0.01", "learner.kl.coef=0.001",
 ]  # fmt: skip
 
 
@@ -114,9 +112,16 @@ class LiveRun:
         """Feedback on an answer."""
         self.http.post(f"{self.url[:-3]}/feedback", json={"response_id": response_id, **feedback}).raise_for_status()
 
+    def change(self, **body: Any) -> None:
+        """Serve another version."""
+        told = dict(word.split("=", 1) for word in shlex.split((self.folder / "admin.env").read_text()))
+        headers = {"Authorization": f"Bearer {told['ADMIN_KEY']}"}
+        httpx.post(f"{told['SERVER_URL']}/versions", json=body, headers=headers, timeout=120.0).raise_for_status()
+
     @property
     def steps(self) -> list[dict[str, Any]]:
-        return [line for line in metric_lines(self.folder) if "reward/mean" in line]
+        is_there = (self.folder / "metrics.jsonl").is_file()
+        return [line for line in metric_lines(self.folder) if "reward/mean" in line] if is_there else []
 
     def children(self, what: str) -> list[psutil.Process]:
         """The run's processes whose title or command has this word."""
@@ -132,18 +137,24 @@ class LiveRun:
 def sessions(
     run: LiveRun, likes: Callable[[str], float], *, until: Callable[[list[float]], bool], most: int, seed: int
 ) -> tuple[list[float], list[float]]:
-    """Scores and latencies of sessions that users begin one after the other, `USERS` at once, until `until` says so of all scores or
-    `most` were played."""
+    """Scores and latencies of sessions that users begin one after the other, `USERS` at once, until `until` says so of all scores
+    or `most` were played."""
     draw, lock = random.Random(seed), threading.Lock()
     scores: list[float] = []
     seconds: list[float] = []
+    begun, before = [0], len(run.steps)
 
     def play_some(_: int) -> None:
         while True:
             with lock:
                 if len(scores) >= most or until(scores):
                     return
+                is_ahead = begun[0] >= BATCH * (len(run.steps) - before + 2)
+                begun[0] += not is_ahead
                 question = draw.choice(QUESTIONS)
+            if is_ahead:
+                time.sleep(0.05)
+                continue
             name, text, took = run.ask(question)
             score = likes(text)
             run.say(name, score=score)
@@ -228,7 +239,7 @@ def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
         bad = max(each["version"] for each in after)
         run.command("serve", "promote", str(run.folder), str(bad))
         began = time.monotonic()
-        run.command("serve", "rollback", str(run.folder), str(good))
+        run.change(action="rollback", version=good)
         took = time.monotonic() - began
         served = _versions(run)["served"]
     return {

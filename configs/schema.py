@@ -681,7 +681,7 @@ class ServeConfig(Section):
     and learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
     silence_s: Positive = 600.0
     """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another
-    stretch. One without feedback goes on."""
+    stretch. One without feedback stays open."""
     batch_age_s: Positive = 3600.0
     """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
     gate: GateConfig = GateConfig()

@@ -224,7 +224,7 @@ class LearnLoop:
 
     async def _offer(self, users: Versions, batch: TrainBatch, metrics: dict[str, float]) -> None:
         """Every so many steps the newest version is a candidate. Where it is refused the learner goes back to what it was after the
-        candidate before; what is saved is the state that it goes on from."""
+        candidate before; what is saved is the state that it continues from."""
         self._new_sessions += sorted({row.episode_id for row in batch.rows})
         if self.step % users.gate.every:
             return

@@ -4,7 +4,7 @@ promoted where it is not worse at the gate's tasks, else refused; any that was k
 Called by `learner.learn_loop` after an update, and by the administrator's routes. Each version is a folder of the run's
 `versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, with
 which the gate's tasks are played, and the one that users are served (`SERVED`). Invariants: users are served the version that
-`served.json` names, also after a restart; one that was refused is served only if somebody promotes it.
+`served.json` names, also after a restart; one that was refused is served only if an operator promotes it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Versions:
         return sorted((each for each in found if "version" in each), key=lambda each: each["version"])
 
     def status(self) -> dict[str, Any]:
-        """For `understudy serve status`."""
+        """What `understudy serve status` prints."""
         return {"served": self.served, "history": self._history[-20:], "versions": self.list()}
 
     async def _play(self, version: int, *, parent: int) -> dict[str, Any]:

@@ -664,7 +664,12 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=lambda: players.figures() | serving.engines.metrics() | serving.others.figures(),
+                more_figures=lambda: (
+                    players.figures()
+                    | serving.engines.metrics()
+                    | serving.others.figures()
+                    | (serving.server.sessions.figures() if serving.server.sessions else {})
+                ),
                 traces=Traces(self._folder, decode=serving.server.decode, start=self._start),
                 tokens=TokenFiles(self._folder, start=self._start),
             ),
@@ -677,7 +682,7 @@ class Pipeline:
         )
 
     async def _learn_for_users(self, learn: LearnLoop) -> None:
-        """Learn; where that fails users are served on, until somebody stops the run."""
+        """Learn; where that fails users are served on, until the run is stopped."""
         try:
             return await learn.run()
         except UnderstudyError as error:

@@ -1,8 +1,8 @@
 """Named keys that open the model API to agents that nobody starts (`understudy serve`).
 
-They lie in a file beside the run's folder, by name, as hashes: a key is shown once, when it is made. The server reads the file again
-when it changes, so that a key that is added or revoked counts at once. Invariant: a name stands for one user, for good: its sessions stay
-its own also after its key was replaced.
+They lie in a file beside the run's folder, by name, as hashes: a key is shown once, when it is made. The server reads the file
+again when it changes, so that a key that is added or revoked counts at once. Invariant: a name stands for one user, for good: its
+sessions stay its own also after its key was replaced.
 """
 
 from __future__ import annotations

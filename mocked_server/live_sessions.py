@@ -1,13 +1,13 @@
 """Sessions of agents that nobody starts: which episode a request with a named key belongs to, and when that ends.
 
-A request belongs to the session that its client names (`mocked_server.http.session_marks`), else to the one of which it continues a
+A request belongs to the session that its client names (`mocked_server.session_marks`), else to the one of which it continues a
 recorded round, else it opens one. Owned by `MockedServer`, on its loop.
 
 Loop row: `run` looks once in a while for sessions that were silent for `silence_s`; those with feedback end, and may be trained;
-the others are forgotten here and go on in the ledger, where a later request, or a restart, finds them.
+the others are forgotten here and stay open in the ledger, where a later request, or a restart, finds them.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
-trained; a session that was ended goes on as another episode of the same name.
+trained; a session that was ended continues as another episode of the same name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from buffers.records import Episode, Round, Task
 from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES, Episodes, LiveEpisode
-from mocked_server.http.session_marks import SessionMark, session_mark
 from mocked_server.live_keys import LiveKeys
+from mocked_server.session_marks import SessionMark, session_mark
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class _Open:
 
 
 class LiveSessions:
-    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an
-    episode has ended."""
+    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the
+    ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class LiveSessions:
         self._on_ended = on_ended
         self._users: dict[str, _User] = {}
         self._open: dict[str, _Open] = {}
-        """By episode."""
+        """Episode -> what it is of."""
 
     def door_of(self, user: str) -> LiveEpisode:
         """What holds a request of this user until its session is known; it is no episode of the ledger."""

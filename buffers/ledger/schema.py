@@ -125,7 +125,7 @@ CREATE TABLE score(
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
--- An episode that is a session of somebody's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
+-- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
 -- calls it ('': nothing), and whether its calls stand beside the main line.
 CREATE TABLE session(
     episode_id TEXT PRIMARY KEY REFERENCES episode(episode_id),

@@ -16,7 +16,6 @@ from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import notify_score, say, settle
 from buffers.records import EpisodeState, ScoreDetail
 
-
 REMEMBERED = 64
 """Sessions of a user that the next ones are compared with."""
 

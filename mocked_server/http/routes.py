@@ -143,7 +143,7 @@ class FeedbackBody(BaseModel):
     text: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
     """What should have been otherwise, in words."""
     source: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
-    """Who says it: a later score of the same source takes the place of the one before."""
+    """Name of who says it: a later score of the same source takes the place of the one before."""
 
     @model_validator(mode="after")
     def _one(self) -> FeedbackBody:

@@ -132,6 +132,19 @@ def test_a_candidate_that_may_be_worse_is_refused_and_the_served_one_stays(world
     assert why in world.said[0]
 
 
+def test_each_task_is_played_as_often_as_asked(tmp_path):
+    world = World(tmp_path, samples=3)
+
+    async def main():
+        async with playing(world.ledger, world.engines, {0: HALF, 1: HALF}):
+            await world.publish(0)
+            assert await world.offer(1)
+
+    asyncio.run(main())
+    assert world.ledger.counts()["scored/validated"] == 2 * 3 * len(TASKS)
+    world.ledger.close()
+
+
 def test_a_policy_whose_entropy_collapsed_is_refused(tmp_path):
     world = World(tmp_path, tasks=None)
 

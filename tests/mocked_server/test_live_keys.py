@@ -19,7 +19,9 @@ def test_a_key_opens_for_its_user_and_is_not_in_the_file(keys):
     assert keys.path.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("change", [lambda key: key + "0", lambda key: key[:-1], lambda key: key.replace("ann", "bob"), lambda _: ""])
+@pytest.mark.parametrize(
+    "change", [lambda key: key + "0", lambda key: key[:-1], lambda key: key.replace("ann", "bob"), lambda _: ""]
+)
 def test_another_key_opens_nothing(keys, change):
     assert keys.user_of(change(keys.add("ann"))) is None
 

@@ -165,7 +165,9 @@ def test_a_session_goes_on_over_a_restart_of_the_server(tmp_path, tiny_model):
         server = ServerThread(tiny_model, rollout=RolloutConfig(), users=users, ledger=ledger)
         server.start()
         try:
-            client = server.user("ann") if not key else openai.OpenAI(base_url=f"{server.server.base_url}/v1", api_key=key)
+            client = (
+                server.user("ann") if not key else openai.OpenAI(base_url=f"{server.server.base_url}/v1", api_key=key)
+            )
             key = client.api_key
             reply = chat(client, history)
             history += [said(reply), *HELLO]

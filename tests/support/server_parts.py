@@ -137,7 +137,8 @@ class ServerThread:
         silence_s: float = 60.0,
         **server: Any,
     ) -> None:
-        """`users`: the folder of a run whose users' keys open the server. `pool`: arguments of `TaskPool` that differ from those of most tests. `loop`: one that runs already, of a real engine."""
+        """`users`: the folder of a run whose users' keys open the server. `pool`: arguments of `TaskPool` that differ from
+        those of most tests. `loop`: one that runs already, of a real engine."""
         settings = EngineSettings(
             model_path=model,
             served_name="policy",

@@ -15,7 +15,9 @@ def ledger():
         yield ledger
 
 
-def opened(ledger: Ledger, episode_id: str, *, user: str = "ann", name: str = "s", rounds: int = 1, is_side: bool = False) -> str:
+def opened(
+    ledger: Ledger, episode_id: str, *, user: str = "ann", name: str = "s", rounds: int = 1, is_side: bool = False
+) -> str:
     ledger.open_session(episode_id=episode_id, user=user, name=name, is_side=is_side, version=3).result()
     for index in range(rounds):
         ledger.put_round(make_round(episode_id, index=index)).result()
