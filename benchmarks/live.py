@@ -8,7 +8,8 @@ what was trained. Parts, all with the demo's tiny model:
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
   until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were
-  promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a bad version is taken back.
+  promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a version that was promoted by force is taken
+  back.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 """
 

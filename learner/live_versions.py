@@ -21,7 +21,7 @@ from statistics import fmean, variance
 from typing import Any, Protocol
 
 from buffers.disk import replacing, until_written
-from buffers.errors import UnderstudyError
+from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from learner.validation import play
@@ -105,7 +105,11 @@ class Versions:
         if entropy is not None and first and entropy < LEAST_ENTROPY * first:
             why = f"its entropy fell from {first:.3g} to {entropy:.3g} nats"
         elif self._tasks is not None:
-            found = await self._play(version, parent=parent)
+            try:
+                found = await self._play(version, parent=parent)
+            except TaskError as error:
+                self._say(f"the gate's tasks cannot be read: {error}")
+                found = {"tasks": 0, "least_difference": None}
             about["gate"] = found
             if found["least_difference"] is None:
                 why = "too few of the gate's tasks could be played"

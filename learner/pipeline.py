@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -75,6 +76,7 @@ from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.live_keys import LiveKeys
+from mocked_server.next_turn import ChatModel
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
@@ -531,6 +533,10 @@ class Pipeline:
                     version=lambda: engine.version if self._versions is None else self._versions.served or 0,
                 )  # fmt: skip
                 server.versions = self._versions
+                if (judge := config.serve.judge).model:
+                    key = os.environ.get(judge.key_variable, "")
+                    asked = None if judge.model == "policy" else ChatModel(judge.model, model=judge.name, key=key).ask
+                    server.judge_next_turns(judge, ask=asked)
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)

@@ -31,6 +31,7 @@ from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES, Episodes, LiveEpisode
 from mocked_server.live_keys import LiveKeys
+from mocked_server.next_turn import NextTurn, NextTurnJudge
 from mocked_server.session_marks import SessionMark, session_mark
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class LiveSessions:
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
+        decode: Callable[[list[int]], str],
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
     ) -> None:
@@ -96,6 +98,9 @@ class LiveSessions:
         self._restore = restore
         self._on_ended = on_ended
         self._users: dict[str, _User] = {}
+        self.judge: NextTurnJudge | None = None
+        """Told each answer with what was said next; None: nobody is."""
+        self._decode = decode
         self._open: dict[str, _Open] = {}
         """Episode -> what it is of."""
 
@@ -190,6 +195,15 @@ class LiveSessions:
             self._ledger.name_answer(
                 request_id=request_id, episode_id=round_.episode_id, round_index=round_.round_index
             )
+            if self.judge is not None and round_.parent is not None:
+                self._show(round_, to=self.judge)
+
+    def _show(self, round_: Round, *, to: NextTurnJudge) -> None:
+        live = self._episodes.find(round_.episode_id)
+        answer = next((each for each in live.rounds if each.round_index == round_.parent), None) if live else None
+        if answer is not None and round_.parent is not None:
+            said = self._decode(round_.tail_ids.tolist())
+            to.look(NextTurn(round_.episode_id, round_.parent, answer.text, said))
 
     async def feedback(
         self,
@@ -253,7 +267,8 @@ class LiveSessions:
 
     def figures(self) -> dict[str, float]:
         """Users and sessions that were heard of lately."""
-        return {"live/users": len(self._users), "live/sessions": len(self._open)}
+        found = {"live/users": len(self._users), "live/sessions": len(self._open)}
+        return found | (self.judge.figures() if self.judge else {})
 
 
 def _episode(session: Session, *, user: str) -> Episode:

@@ -20,7 +20,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Round, Task
 from buffers.tasks.task_pool import TaskPool
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import NextTurnConfig, RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
@@ -135,6 +135,7 @@ class ServerThread:
         roles: Roles | None = None,
         users: Path | None = None,
         silence_s: float = 60.0,
+        judge: NextTurnConfig | None = None,
         **server: Any,
     ) -> None:
         """`users`: the folder of a run whose users' keys open the server. `pool`: arguments of `TaskPool` that differ from
@@ -150,6 +151,7 @@ class ServerThread:
         self._roles = roles
         self.users = None if users is None else LiveKeys(users)
         self._silence_s = silence_s
+        self._judge = judge
         self._args = make_args(settings)
         self._vllm_config = make_vllm_config(self._args)
         self._settings = settings
@@ -207,6 +209,8 @@ class ServerThread:
                 version=lambda: self.engine.version,
             )  # fmt: skip
             self.generation.on_round = sessions.recorded
+            if self._judge is not None:
+                self.server.judge_next_turns(self._judge, ask=None)
         self._resume()
         await self.server.start()
         self._generating = asyncio.create_task(self.generation.run())
