@@ -1,8 +1,8 @@
 """A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, and whether serving stands.
 
-`python -m benchmarks.live [--seeds 0] [--only preference gate kills] [--json PATH]`. Users ask one of four questions and wish that
-the answer has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of
-what was trained. Parts, all with the demo's tiny model:
+`python -m benchmarks.live [--seeds 0] [--only two_users preference gate kills] [--json PATH]`. Users ask one of four questions and
+wish that the answer has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches
+ahead of what was trained. Parts, all with the demo's tiny model:
 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
@@ -10,12 +10,15 @@ what was trained. Parts, all with the demo's tiny model:
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were
   promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a version that was promoted by force is taken
   back.
+- two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
+  64 answers as each wished.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -64,6 +67,14 @@ class LiveRun:
         self.key = self.command("serve", "keys", "add", "ann", *self._words).strip()
         self.start()
         return self
+
+    def of(self, user: str) -> LiveRun:
+        """The same run, seen by another user."""
+        other = copy.copy(self)
+        other.key = self.command("serve", "keys", "add", user, *self._words).strip()
+        other.client = openai.OpenAI(base_url=self.url, api_key=other.key, timeout=120.0)
+        other.http = httpx.Client(headers={"Authorization": f"Bearer {other.key}"}, timeout=120.0)
+        return other
 
     def start(self) -> None:
         """Start it, or start it again; returns when it answers."""
@@ -300,7 +311,23 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
     }
 
 
-PARTS = {"preference": preference, "gate": gate, "kills": kills}
+def two_users(folder: Path, seed: int, most: int) -> dict[str, Any]:
+    """Two users wish the opposite, each with an adapter of its own."""
+    words = ["roles={ann: {}, bob: {}}", "learner.lora.per_role=true", f"run.seed={seed}"]
+    with LiveRun(folder, f"two-{seed}", *TINY, *words) as ann:
+        bob = ann.of("bob")
+        with ThreadPoolExecutor(2) as both:
+            hers = both.submit(sessions, ann, has_m, until=learned, most=most, seed=seed)
+            his = both.submit(sessions, bob, lambda text: 1 - has_m(text), until=_never, most=most // 2, seed=seed + 1)
+        last = {"ann": hers.result()[0][-WINDOW:], "bob": his.result()[0][-WINDOW:]}
+    return {f"wish_of_{name}": sum(scores) / WINDOW for name, scores in last.items()}
+
+
+def _never(_: list[float]) -> bool:
+    return False
+
+
+PARTS = {"two_users": two_users, "preference": preference, "gate": gate, "kills": kills}
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

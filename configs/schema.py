@@ -827,7 +827,7 @@ class Config(Section):
         needed = {
             "server.processes": (self.server.processes, 1), "buffer.node": (self.buffer.node, ""),
             "buffer.group_size": (self.buffer.group_size, 1), "learner.stage": (self.learner.stage, "rl"),
-            "roles": (self.roles, {}), "data.reward_manager": (self.data.reward_manager, "naive"),
+            "data.reward_manager": (self.data.reward_manager, "naive"),
             "data.tasks": (self.data.tasks, ""),
         }  # fmt: skip
         for key, (value, only) in needed.items():
@@ -839,6 +839,16 @@ class Config(Section):
             raise ValueError(
                 f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
                 f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
+            )
+        if self.roles and not self.learner.lora.per_role:
+            raise ValueError(
+                f"roles of a live run are its users, each with an adapter of its own, got {', '.join(self.roles)} with "
+                f"learner.lora.per_role=false; set it to true, or leave roles out"
+            )
+        if self.roles and self.serve.gate.tasks:
+            raise ValueError(
+                f"serve.gate compares versions of one policy, got {', '.join(self.roles)} with adapters of their own; leave roles "
+                f"or serve.gate.tasks out"
             )
         if not self.serve.judge.model and (given := list(self.serve.judge.model_dump(exclude_defaults=True))):
             raise ValueError(

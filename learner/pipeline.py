@@ -509,7 +509,7 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
-            if config.serve.enabled and config.learner.lora.rank:
+            if config.serve.enabled and config.learner.lora.rank and not config.adapter_roles:
                 weights.earlier = self._versions = self._make_versions(players, engine, ledger=buffers.ledger)
                 await self._versions.begin()
             await others.start_beside(
@@ -898,7 +898,7 @@ def engine_settings(
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
         lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
-        kept_versions=4
+        kept_versions=2 * len(config.adapter_roles) + 4
         if config.serve.enabled
         else max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,

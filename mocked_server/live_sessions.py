@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -71,7 +71,8 @@ class _Open:
 
 
 class LiveSessions:
-    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the
+    """`version`: the one that users are served, now, and `adapter` its name in the engine; `roles`: the users with an
+    adapter of their own. `restore`: makes an episode of what the
     ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
@@ -84,6 +85,7 @@ class LiveSessions:
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
+        roles: Sequence[str],
         decode: Callable[[list[int]], str],
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
@@ -95,6 +97,7 @@ class LiveSessions:
         self._words_count = words_count
         self._version = version
         self._adapter = adapter
+        self._roles = roles
         self._restore = restore
         self._on_ended = on_ended
         self._users: dict[str, _User] = {}
@@ -103,6 +106,10 @@ class LiveSessions:
         self._decode = decode
         self._open: dict[str, _Open] = {}
         """Episode -> what it is of."""
+
+    def role_of(self, user: str) -> str:
+        """The role that answers this user: its own where it has one, else the first. Empty: there are none."""
+        return user if user in self._roles else next(iter(self._roles), "")
 
     def door_of(self, user: str) -> LiveEpisode:
         """What holds a request of this user until its session is known; it is no episode of the ledger."""

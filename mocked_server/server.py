@@ -357,7 +357,8 @@ class MockedServer:
 
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
-            adapter=adapter, decode=self.decode, restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+            adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
+            restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
         )  # fmt: skip
         return self.sessions
 

@@ -122,7 +122,7 @@ class Attribution:
             await failure.answer(send, spoken(path, scope["headers"]))
             return
         if call is not None:
-            call.asked_role = role
+            call.asked_role = role or call.asked_role
         token = current_call.set(call)
         try:
             with nullcontext() if call is None else call.held:
@@ -151,7 +151,11 @@ class Attribution:
         if self.sessions is not None and (user := self.sessions.keys.user_of(key)) is not None:
             if path not in GENERATING:
                 return None
-            return Call(self.sessions.door_of(user), by_body=self.sessions.chooser(user, path, headers))
+            return Call(
+                self.sessions.door_of(user),
+                by_body=self.sessions.chooser(user, path, headers),
+                asked_role=self.sessions.role_of(user),
+            )
         episode_id = self.keys.episode_of(key)
         if episode_id is not None and path not in CLOSED_TO_EPISODES:
             return Call(self.episodes.get(episode_id) if self.find is None else await self.find(episode_id))

@@ -23,6 +23,11 @@ from configs.load import ConfigError, load_config, shipped
         (["serve.gate.tasks=g.parquet"], "scored by data.scorer"),
         (["serve.judge.max_tokens=9"], "serve.judge.max_tokens has an effect with serve.judge.model only"),
         (["serve.judge.model=gpt"], "serve.judge.model must be policy, or the URL"),
+        (["roles={ann: {}}"], "roles of a live run are its users"),
+        (
+            ["roles={ann: {}}", "learner.lora.per_role=true", "serve.gate.tasks=g.parquet", "data.scorer=contains"],
+            "serve.gate compares versions of one policy",
+        ),
         (["serve.gate.margin=-1"], "serve.gate.margin"),
         (["serve.gate.every=0"], "serve.gate.every"),
         (["serve.silence_s=0"], "serve.silence_s"),
