@@ -45,8 +45,8 @@ class Unlearnable(Exception):
 
 
 class _Renderer:
-    """vLLM's renderer without its threads, as `ExactRendering` asks for it. Conversations share much: what it wrote and encoded lately
-    is kept."""
+    """vLLM's renderer without its threads, as `ExactRendering` asks for it. Conversations share much: what it wrote and encoded
+    lately is kept."""
 
     def __init__(self, inner: Any) -> None:
         self._render = inner.render_messages
