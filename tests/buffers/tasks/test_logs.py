@@ -276,7 +276,8 @@ def test_calls_of_one_answer_of_codex_are_one_answer_though_atif_make_makes_seve
     said = item("message", role="assistant")
     file = lines(
         tmp_path / "rollout.jsonl", item("message", role="user"), call("a"), {"type": "token_usage_record"}, output("a"),
-        item("reasoning"), said, call("b"), call("c"), output("b"), output("c"), call("d"), output("d"), said, {"payload": 7}, "broken",
+        item("reasoning"), said, call("b"), call("c"), output("b"), output("c"), call("d"), output("d"), said, {"payload": 7},
+        "broken",
     )  # fmt: skip
     (session,), _ = read_all(file)
     told = [(each["content"], [one["id"] for one in each.get("tool_calls", ())]) for each in session.messages]
