@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.schema import UNREADABLE, bounded
+from buffers.ledger.schema import UNREADABLE, bounded, check_files
 from buffers.log_forms import (
     ATIF,
     SPANS,
@@ -152,6 +152,7 @@ class LogReader:
 
     def _of_database(self, file: Path) -> Iterator[Session]:
         """A ledger, or opencode's sessions."""
+        check_files(file)
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as db:
 
             def found(words: str, *given: str) -> list[Any]:
