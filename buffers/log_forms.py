@@ -1,5 +1,5 @@
 """A record of a log -> a conversation, and back: chat JSONL (OpenAI's fine-tuning form), ShareGPT, ATIF (Harbor's trajectory, to
-1.8), OpenTelemetry's GenAI spans.
+1.8), OpenTelemetry's GenAI spans, opencode's messages.
 
 Called by `buffers.tasks.logs`, and by `buffers.ledger.export` the other way. Pure. Invariants: what is written in a form is read
 from it as the same conversation; what no text model could have said or seen ends the conversation there, and is counted by name.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ Record = Mapping[str, Any]
 Message = dict[str, Any]
 ATIF_VERSION = "ATIF-v1.7"
 ATIF, CHAT, SHAREGPT, SPANS = "ATIF", "chat messages", "ShareGPT", "OpenTelemetry spans"
-NO_PAIRS = "preference pair, of which nothing here learns"
 CUT_FINISHES = ("length", "max_tokens", "MAX_TOKENS", "model_length")
 _SCORES = ("score", "reward")
 _ROLES = {
@@ -53,11 +52,9 @@ class BadRecord(UnderstudyError):
 
 
 def form_of(record: Record) -> str | None:
-    """The form that the record's keys show; None: none of these. Raises BadRecord for a pair of preferences."""
+    """The form that the record's keys show; None: none of these."""
     if str(record.get("schema_version", "")).startswith("ATIF") and "steps" in record:
         return ATIF
-    if {"chosen", "rejected"} <= record.keys() or {"preferred_output", "non_preferred_output"} <= record.keys():
-        raise BadRecord(NO_PAIRS)
     if "messages" in record:
         return CHAT
     if "conversations" in record or "conversation" in record:
@@ -137,6 +134,22 @@ def _of_atif(record: Record, *, source: str) -> Session:
         source=str(name),
         model=", ".join(sorted(models.keys() - {""})),
     )
+
+
+def joined(session: Session, *, calls: Collection[str]) -> Session:
+    """`calls`: those that go on with the answer before them, of which they become a part."""
+    messages: list[Message] = []
+    answer: Message = {}
+    for message in session.messages:
+        own = message.get("tool_calls") or ()
+        if answer and own and own[0]["id"] in calls:
+            answer["tool_calls"] = [*answer.get("tool_calls", ()), *own]
+            answer["reasoning_content"] = answer.get("reasoning_content") or message.get("reasoning_content")
+            continue
+        if message["role"] == "assistant":
+            answer = message
+        messages.append(message)
+    return replace(session, messages=messages)
 
 
 def _observed(results: Sequence[Record], *, calls: Sequence[Message]) -> Iterator[Message]:
@@ -237,6 +250,42 @@ def _any(value: Record) -> Any:
     if kind == "arrayValue":
         return [_any(each) for each in _dicts(_object(inner).get("values"))]
     return _attributes(_object(inner).get("values")) if kind == "kvlistValue" else inner
+
+
+# opencode: a message is a record, and so is each of its parts; a call and its result are one part.
+
+
+def conversation_of_opencode(told: Iterable[tuple[Any, Sequence[Any]]], *, source: str) -> Session:
+    """`told`: the JSON of each message, and of its parts. Each `step-start` is a call of the model."""
+    messages: list[Message] = []
+    models: dict[str, None] = {}
+    for text, texts in told:
+        message, parts = _object(_json(text)), _dicts(list(map(_json, texts)))
+        if message.get("role") == "user":
+            shown = [part for part in parts if part.get("type") != "agent" and not _is_text_file(part)]
+            content = [part | {"type": part.get("mime", part.get("type"))} for part in shown]
+            messages.append({"role": "user", "content": content})
+            continue
+        models[str(message.get("modelID") or "")] = None
+        answer: Message = {}
+        for part in parts:
+            kind, state = part.get("type"), _object(part.get("state"))
+            if kind == "step-start" or not answer:
+                answer = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+                answer |= {"finish_reason": message.get("finish"), "weight": 0 if message.get("error") else None}
+                messages.append(answer)
+            if kind in ("text", "reasoning"):
+                answer["content" if kind == "text" else "reasoning_content"] += str(part.get("text", ""))
+            elif kind == "tool":
+                call = {"id": part.get("callID"), "name": part.get("tool"), "arguments": state.get("input")}
+                answer["tool_calls"].append(call)
+                messages += [_result(part.get("callID"), state[key]) for key in ("output", "error") if key in state]
+    return Session(messages=messages, source=source, model=", ".join(sorted(models.keys() - {""})))
+
+
+def _is_text_file(part: Record) -> bool:
+    """One that stands as text beside it."""
+    return str(part.get("mime")).startswith(("text/", "application/x-directory"))
 
 
 # What all forms share: one spelling of messages, and the rules that end a conversation.

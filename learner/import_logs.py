@@ -30,8 +30,8 @@ def main(words: Sequence[str], *, renderer_of: Callable[[Path], Any], remedies: 
     `remedies`: cause of a branch -> what helps, in words."""
     parser = argparse.ArgumentParser(
         prog="understudy import",
-        description="Read sessions of Claude Code, Codex and other agents, ATIF, chat JSONL, ShareGPT, OpenTelemetry spans, data "
-        "sets of these, and ledgers; write demonstrations, or tasks.",
+        description="Read sessions of Claude Code, Codex, opencode and others, ATIF, chat JSONL, ShareGPT, OpenTelemetry spans, "
+        "data sets of these, and ledgers; write demonstrations, or tasks.",
         epilog=f"{NOT_TRAINED}. Claude Code, Codex, Copilot, HAR and Inspect are read by the program atif-make.",
     )
     parser.add_argument(

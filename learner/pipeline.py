@@ -57,7 +57,7 @@ from learner.recovery.failure_watch import watch, why_episodes_fail
 from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended
 from learner.reporting.display import Display, write_summary
 from learner.reporting.run_metrics import History
-from learner.reporting.run_record import MachineLog
+from learner.reporting.run_record import SFT_FOLDER, MachineLog
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
 from learner.sft_loop import Demonstrations, Play, SftLoop, read
@@ -96,8 +96,6 @@ logger = logging.getLogger(__name__)
 ENV_START_S = 60.0
 USERS_VERSIONS = 16
 """Versions that ranks keep to check what users were told, however old what they learn from may be."""
-SFT_FOLDER = "sft"
-"""Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
 """What the line of such a run's step 0 has of it."""
 MAX_NUM_SEQS = 256

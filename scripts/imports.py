@@ -35,7 +35,7 @@ OWNERS = {
         "buffers/tasks/datasets.py",
         "buffers/ledger/export.py",
     },
-    "sqlite3": {"buffers/ledger/*.py"},
+    "sqlite3": {"buffers/ledger/*.py", "buffers/tasks/logs.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {
         "learner/placement/run_nodes.py",

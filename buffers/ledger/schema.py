@@ -244,6 +244,13 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connec
     return db, owner
 
 
+def check_files(path: Path) -> None:
+    """Raises UnderstudyError where a database, or what SQLite keeps beside it, is a device, on which a read would wait."""
+    for file in (path, *(path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "owner", "journal"))):
+        if file.exists() and not file.is_file():
+            raise UnderstudyError(f"{file} must be a file, got a folder or a device; get it from its run again")
+
+
 def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool = False) -> sqlite3.Connection:
     """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
 
@@ -251,9 +258,7 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
     was closed in order, SQLite makes no files beside it. Raises UnderstudyError for what is no ledger of this version, and for one
     that says what no ledger of ours does.
     """
-    for file in (path, *(path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "owner", "journal"))):
-        if file.exists() and not file.is_file():
-            raise UnderstudyError(f"{file} must be a file, got a folder or a device; get it from its run again")
+    check_files(path)
     immutable = "&immutable=1" if leave_no_trace and _is_closed(path) else ""
     try:
         db = sqlite3.connect(

@@ -13,28 +13,34 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.schema import UNREADABLE, bounded, check_files
 from buffers.log_forms import (
     ATIF,
     SPANS,
     BadRecord,
     Session,
     checked,
+    conversation_of_opencode,
     conversation_of_span,
     conversations,
     form_of,
     grown,
+    joined,
     spans_of,
 )
 from buffers.tasks.datasets import SPLITS, STATE, dataset_rows, saved_files
@@ -49,7 +55,7 @@ TOO_DEEP = "record that is nested too deep"
 CONVERT_S = 300.0
 COLUMNS = (
     "messages", "conversations", "conversation", "system", "tools", "functions", "score", "reward", "source", "id", "session_id",
-    "model", "chosen", "rejected",
+    "model",
 )  # fmt: skip
 LONG = b"\0"
 """Stands for a line, or a document, that is too long."""
@@ -62,6 +68,8 @@ _MAGIC = {
     b"PK\x03\x04": ZIP,
 }
 _NAMED = {".parquet": PARQUET, ".arrow": ARROW, ".sqlite": LEDGER, ".zip": ZIP}
+DATABASES = ("ledger.sqlite", "opencode.db")
+UNSHOWN_TOOLS = "session that calls tools which its log does not describe, kept"
 NEEDS_ATIF_MAKE = (
     "unknown content (sessions of Claude Code, Codex and others need the program atif-make: pipx install atif-make)"
 )
@@ -78,22 +86,9 @@ SECRETS = {
     "password in a URL": r"(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)",
 }
 _HINTS = (
-    "sk-",
-    "ghp_",
-    "gho_",
-    "ghu_",
-    "ghs_",
-    "ghr_",
-    "github_pat_",
-    "AKIA",
-    "ASIA",
-    "AIza",
-    "xox",
-    "hf_",
-    "eyJ",
-    "PRIVATE KEY",
+    "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "AKIA", "ASIA", "AIza", "xox", "hf_", "eyJ", "PRIVATE KEY",
     "://",
-)
+)  # fmt: skip
 """Each secret has one of them; looking for them is a hundred times as fast."""
 _SECRET = re.compile("|".join(f"(?P<s{n}>{pattern})" for n, pattern in enumerate(SECRETS.values())), re.DOTALL)
 
@@ -135,7 +130,7 @@ class LogReader:
         for file in _files(source):
             try:
                 yield from self._of_file(file)
-            except (UnderstudyError, OSError, EOFError, zlib.error) as error:
+            except (UnderstudyError, OSError, EOFError, zlib.error, *UNREADABLE) as error:
                 self.found.cause("file that cannot be read to its end", place=f"{file} ({error})")
         while self._spans:
             yield from self._given(self._spans.popitem(last=False)[1], place="spans")
@@ -146,8 +141,7 @@ class LogReader:
         if kind != named:
             self.found.cause(f"file named {file.suffix} that is {kind}, read as that", place=place)
         if kind == LEDGER:
-            self.found.files[LEDGER] += 1
-            yield from self._checked(self.of_ledger(file), place=place)
+            yield from self._of_database(file)
         elif kind in (PARQUET, ARROW):
             for number, row in enumerate(dataset_rows(file, columns=COLUMNS)):
                 yield from self._of_record(_without_nulls(row), place=f"{file}, row {number}", is_first=not number)
@@ -155,6 +149,19 @@ class LogReader:
             yield from self._of_others(file)
         else:
             yield from self._of_text(file)
+
+    def _of_database(self, file: Path) -> Iterator[Session]:
+        """A ledger, or opencode's sessions."""
+        check_files(file)
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as db:
+
+            def found(words: str, *given: str) -> list[Any]:
+                with bounded(db, path=file):
+                    return db.execute(words, given).fetchall()
+
+            is_opencode = {("session",), ("message",), ("part",)} <= {*found("SELECT name FROM sqlite_schema")}
+            self.found.files["opencode" if is_opencode else LEDGER] += 1
+            yield from self._checked(_of_opencode(found) if is_opencode else self.of_ledger(file), place=str(file))
 
     def _of_text(self, file: Path) -> Iterator[Session]:
         """JSON lines, or one JSON document, by what its first lines are."""
@@ -164,7 +171,7 @@ class LogReader:
         if not head:
             self.found.cause("empty file", place=str(file))
             return
-        if is_lines and not any(isinstance(each, dict) and _has_form(each) for each in head):
+        if is_lines and not any(isinstance(each, dict) and form_of(each) for each in head):
             yield from self._of_others(file)
         elif is_lines:
             yield from self._of_lines(file)
@@ -175,7 +182,7 @@ class LogReader:
             if isinstance(document, list):
                 for number, each in enumerate(document):
                     yield from self._of_record(each, place=f"{file}, record {number}", is_first=not number)
-            elif isinstance(document, dict) and not _has_form(document):
+            elif isinstance(document, dict) and not form_of(document):
                 yield from self._of_others(file)
             elif isinstance(document, dict):
                 yield from self._of_record(document, place=str(file), is_first=True)
@@ -251,10 +258,12 @@ class LogReader:
                     "unknown content" if unknown else "file that atif-make refuses", place=f"{file} ({told[-1]})"
                 )
                 return
-            self.found.files[f"{told[0].removeprefix('detected: ')} (atif-make)"] += 1
+            form = told[0].removeprefix("detected: ")
+            self.found.files[f"{form} (atif-make)"] += 1
+            going_on = _calls_that_go_on(file) if form == "codex-rollout" else ()
             for made in sorted(Path(scratch).rglob("*.json")):
-                record = _parsed(made.read_bytes())
-                yield from self._checked(conversations(record, form=ATIF, source=str(file)), place=str(file))
+                sessions = conversations(_parsed(made.read_bytes()), form=ATIF, source=str(file))
+                yield from self._checked((joined(each, calls=going_on) for each in sessions), place=str(file))
 
     def _checked(self, sessions: Iterator[Session], *, place: str) -> Iterator[Session]:
         yield from self._given(self._spelled(sessions, place=place), place=place)
@@ -290,6 +299,8 @@ class LogReader:
             self._known.add(digest)
             if session.messages[-1].get("tool_calls"):
                 self.found.cause("session that ends at a call without its result, kept", place=place)
+            if not session.tools and any(each.get("tool_calls") for each in session.messages):
+                self.found.cause(UNSHOWN_TOOLS, place=place)
             self.found.sessions += 1
             self.found.answers += sum(
                 each["role"] == "assistant" and each.get("weight") != 0 for each in session.messages
@@ -317,17 +328,47 @@ def row_of(session: Session) -> dict[str, Any]:
     )
 
 
+def _of_opencode(found: Callable[..., list[Any]]) -> Iterator[Session]:
+    """`found(words, *given)`: the rows that SQL finds in its database."""
+    for (name,) in found("SELECT id FROM session ORDER BY time_created, id"):
+        rows = found(
+            "SELECT message.id, message.data, part.data FROM message JOIN part ON part.message_id = message.id "
+            "WHERE message.session_id = ? ORDER BY message.time_created, message.id, part.id",
+            name,
+        )
+        told = (list(each) for _, each in groupby(rows, key=itemgetter(0)))
+        yield conversation_of_opencode(((each[0][1], [part for _, _, part in each]) for each in told), source=str(name))
+
+
+def _calls_that_go_on(rollout: Path) -> set[str]:
+    """The calls of Codex that go on with an answer, as nothing was told to the model before them: `atif-make` makes an answer of
+    each."""
+    found, is_going_on = set[str](), False
+    with _text(rollout) as source:
+        for record in map(_parsed, _lines(source)):
+            item = record.get("payload") if isinstance(record, dict) else None
+            if not isinstance(item, dict):
+                continue
+            kind = str(item.get("type"))
+            is_call = kind in ("function_call", "custom_tool_call")
+            if is_call and is_going_on:
+                found.add(str(item.get("call_id")))
+            if is_call or kind == "message" or kind.endswith("_call_output"):
+                is_going_on = is_call or item.get("role") == "assistant"
+    return found
+
+
 def _files(source: Path) -> Iterator[Path]:
-    """The files of a source in order; of a run, its ledger; of a data set, what its state names. Claude Code's sub-agents are read
-    with their session."""
+    """The files of a source in order; of a run and of opencode the database; of a data set, what its state names. Claude Code's
+    sub-agents are read with their session."""
     if source.is_file():
         yield source
     for folder, folders, names in os.walk(source):
         folders.sort()
         place = Path(folder)
-        if "ledger.sqlite" in names:
+        if database := next((name for name in DATABASES if name in names), None):
             folders.clear()
-            names = ["ledger.sqlite"]
+            names = [database]
         elif (place / STATE).is_file():
             yield from saved_files(place)
             names = []
@@ -367,13 +408,6 @@ def _parsed(text: bytes) -> Any:
     except (ValueError, RecursionError):
         return "broken JSON"
     return found if isinstance(found, dict | list) else "JSON that is no object"
-
-
-def _has_form(record: dict[str, Any]) -> bool:
-    try:
-        return form_of(record) is not None
-    except BadRecord:
-        return True
 
 
 def _without_nulls(value: Any) -> Any:

@@ -27,6 +27,11 @@ MANY = 0.3
 EQUAL, MOSTLY_EQUAL = 0.5, 0.9
 """Shares of the groups whose members all score the same."""
 MIXED = "take tasks that the model solves now and then, or a scorer that gives part marks"
+HINT_REMEDIES = {
+    "hint": "give tasks an extra_info.hint, or let the scorer or the environment report a `hint` with its score",
+    "said": "let tools or the environment answer the policy within the episode",
+    "sibling": MIXED,
+}
 
 
 @rule("steps", Severity.STOPS)
@@ -225,6 +230,22 @@ def equal_groups(run: Evidence) -> Observation | None:
         f"in {percent(share)} of the {unit} all episodes score the same, from which nothing is learned; {why}.",
         f"{MIXED}; or buffer.group_size={2 * run.config.buffer.group_size}",
         measure=name,
+    )
+
+
+@rule("share of the last steps", slows=EQUAL, harms=MOSTLY_EQUAL)
+def no_hints(run: Evidence) -> Observation | None:
+    """No row had a hint in at least half of the last 10 steps (learner.hints), and the task is not solved."""
+    learner, shares = run.config.learner, run.values("policy/hinted_share")
+    if not shares or run.is_solved:
+        return None
+    number, alone = shares.count(0.0), learner.advantage == "none" and not learner.teacher.path
+    return Observation(
+        number / len(shares),
+        f"in {number} of the last {len(shares)} steps no row had a hint (learner.hints.sources: {', '.join(learner.hints.sources)})"
+        + (", from which alone the policy learns." if alone else ", though learner.hints.coef is set."),
+        "; or ".join(HINT_REMEDIES[source] for source in learner.hints.sources),
+        Severity.STOPS if alone and number == len(shares) else None,
     )
 
 

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from buffers.errors import UnderstudyError
 from learner.page.episode_page import RunPages
 from learner.page.run_view import NoRun, RunView
-from learner.reporting.run_record import CONFIG
+from learner.reporting.run_record import CONFIG, SFT_FOLDER
 
 LOOK_FOR_RUNS_S = 2.0
 """Seconds between two looks for new runs."""
@@ -79,20 +79,24 @@ class RunSet:
 
 
 def find_runs(named: Sequence[Path]) -> dict[str, Path]:
-    """Id -> folder, in the order of the names: each is a run's folder, or holds those of runs. Raises NoRun.
+    """Id -> folder, in the order of the names: each is a run's folder, or holds those of runs; behind a run comes its SFT stage.
+    Raises NoRun.
 
-    The id is the folder's name; of several of one name those that come later have a number."""
+    The id is the folder's name, of a stage that of its run as well; of several of one name those that come later have a number."""
     found: list[Path] = []
     for folder in named:
         some = [folder] if is_run(folder) else sorted(filter(is_run, _inside(folder)), key=_age)
         if not some:
             raise NoRun(f"RUN must be a run's folder, or a folder of runs, got {folder}; name one, such as runs/demo")
-        found += [each for each in some if each.resolve() not in {one.resolve() for one in found}]
+        staged = [each for run in some for each in (run, run / SFT_FOLDER) if is_run(each)]
+        found += [each for each in staged if each.resolve() not in {one.resolve() for one in found}]
     runs: dict[str, Path] = {}
     for each in found:
-        name, number = each.resolve().name, 2
+        folder, number = each.resolve(), 2
+        is_stage = folder.name == SFT_FOLDER and is_run(folder.parent)
+        name = own = f"{folder.parent.name}-{SFT_FOLDER}" if is_stage else folder.name
         while name in runs:
-            name, number = f"{each.resolve().name}~{number}", number + 1
+            name, number = f"{own}~{number}", number + 1
         runs[name] = each
     return runs
 

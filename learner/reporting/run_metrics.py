@@ -215,20 +215,23 @@ class History:
         return self._is_solved(self.recent_reward() or 0.0)
 
     def _num_equal(self) -> int:
-        """Steps at the end whose scores gave the learner nothing to compare."""
-        if self._config.learner.hints.coef or self._config.learner.teacher.path:  # they learn where all fail
+        """Steps at the end whose scores gave the learner nothing to compare, or that had no hint where these alone teach."""
+        learner, number = self._config.learner, 0
+        if learner.teacher.path or (learner.hints.coef and learner.advantage != "none"):  # they learn where all fail
             return 0
-        whole = self._config.learner.advantage in COMPARE_THE_BATCH
-        number = 0
+        name, still = ("reward/std", 0.0) if learner.advantage in COMPARE_THE_BATCH else ("batch/equal_groups", 1.0)
+        if learner.hints.coef:
+            name, still = "policy/hinted_share", 0.0
         for figures in reversed(self.steps):
-            is_equal = figures["reward/std"] == 0.0 if whole else figures["batch/equal_groups"] == 1.0
-            if not is_equal:
+            if figures.get(name) != still:
                 break
             number += 1
         return number
 
     def _nothing_learned(self, number: int) -> str:
         reward = self.rewards[-1]
+        if self._config.learner.hints.coef:
+            return f"nothing was learned in the last {number} steps: no row had a hint; `understudy why` says what gives some"
         remedy = "the tasks are solved: stop, or take harder ones" if self._is_solved(reward) else REMEDY
         return (
             f"nothing was learned in the last {number} steps: all answers of each task have the same score (mean {reward:.3f}); "

@@ -26,6 +26,8 @@ from buffers.errors import UnderstudyError
 CONFIG, SUMMARY, METRICS, MACHINE, LEDGER = (
     "config.yaml", "summary.json", "metrics.jsonl", "machine.jsonl", "ledger.sqlite",
 )  # fmt: skip
+SFT_FOLDER = "sft"
+"""Folder of the stage before RL, below that of its run."""
 MOST_BYTES = 1 << 30
 """The largest file of lines: a million steps."""
 MOST_AT_ONCE = 64 * 1024 * 1024

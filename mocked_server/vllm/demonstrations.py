@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,16 +36,25 @@ USER: Message = {"role": "user", "content": "-"}
 """Stands for a history, or for what follows an answer."""
 
 
+MOST_KEPT = 256
+"""Texts of the template, and their tokens, that are kept."""
+
+
 class Unlearnable(Exception):
     """A conversation cannot be shown as play would; says why."""
 
 
 class _Renderer:
-    """vLLM's renderer without its threads, as `ExactRendering` asks for it."""
+    """vLLM's renderer without its threads, as `ExactRendering` asks for it. Conversations share much: what it wrote and encoded
+    lately is kept."""
 
     def __init__(self, inner: Any) -> None:
         self._render = inner.render_messages
         self._tokenizer = inner.get_tokenizer()
+        self._texts: dict[str, str] = {}
+        self.asked: list[Message] = []
+        """What a prompt was rendered of: all of its messages, or those that stand for them."""
+        self.encode = lru_cache(MOST_KEPT)(partial(self._tokenizer.encode, add_special_tokens=False))
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer
@@ -53,15 +63,20 @@ class _Renderer:
         return self._render(messages, params)
 
     async def render_chat_async(self, conversations: Any, params: Any) -> Any:
-        ids = self._tokenizer.encode(self.text(conversations[0], params), add_special_tokens=False)
-        return None, [{"prompt_token_ids": ids}]
+        self.asked = list(conversations[0])
+        return None, [{"prompt_token_ids": list(self.encode(self.text(conversations[0], params)))}]
 
     def text(self, messages: Sequence[Message], params: Any) -> str:
         """What the template writes."""
-        _, prompt = self._render(list(messages), params)
-        if "prompt" not in prompt:
-            raise Unlearnable("the model's tokenizer gives no text of a chat, only its ids")
-        return str(prompt["prompt"])
+        key = json.dumps([messages, params.chat_template_kwargs])
+        if key not in self._texts:
+            _, prompt = self._render(list(messages), params)
+            if "prompt" not in prompt:
+                raise Unlearnable("the model's tokenizer gives no text of a chat, only its ids")
+            if len(self._texts) >= MOST_KEPT:
+                self._texts.clear()
+            self._texts[key] = str(prompt["prompt"])
+        return self._texts[key]
 
 
 class DemonstrationRenderer:
@@ -97,9 +112,9 @@ class DemonstrationRenderer:
 
     def rows(self, traces: Iterable[Trace]) -> Iterator[list[Row] | Unlearnable]:
         """The training rows of each conversation, or why it has none."""
-        with asyncio.Runner() as runner:
+        with asyncio.Runner() as runner:  # its own `run` would write all rows as text, for a handler of signals
             for trace in traces:
-                yield runner.run(self._outcome(trace))
+                yield runner.get_loop().run_until_complete(self._outcome(trace))
 
     async def _outcome(self, trace: Trace) -> list[Row] | Unlearnable:
         try:
@@ -169,10 +184,10 @@ class DemonstrationRenderer:
     def _answer(self, messages: list[Message], at: int, *, params: Any) -> Int32:
         """[S] the ids that the policy samples when it gives this answer: with the token that ends it."""
         self._check_words(messages[at])
-        asks, body = self._turn(messages, at, params=params)
+        asks, body = self._turn(messages[at], at=at, params=params)
         if (reasoning := messages[at].get("reasoning")) and str(reasoning).strip() not in body:
             messages = [*messages[:at], _with_reasoning_within(messages[at])]  # a template may know it as text only
-            asks, body = self._turn(messages, at, params=params)
+            asks, body = self._turn(messages[at], at=at, params=params)
         for part in _parts(messages[at]):
             if part not in body:
                 raise Unlearnable(
@@ -190,20 +205,19 @@ class DemonstrationRenderer:
 
     def _ids_after(self, context: str, body: str) -> list[int]:
         """The tokens of `body` where it stands behind `context`; by itself where a token would span the border."""
-        before, whole = (self._tokenizer.encode(text, add_special_tokens=False) for text in (context, context + body))
-        if whole[: len(before)] == before:
-            return list(whole[len(before) :])
-        return list(self._tokenizer.encode(body, add_special_tokens=False))
+        before, whole = map(self._renderer.encode, (context, context + body))
+        return list(whole[len(before) :] if whole[: len(before)] == before else self._renderer.encode(body))
 
-    def _turn(self, messages: list[Message], at: int, *, params: Any) -> tuple[str, str]:
-        """What the template writes up to the answer, and the answer with what ends it. A template may write the last message of the
-        user in another way than earlier ones: then a short history is tried, which must end alike."""
-        message, asks = messages[at], self._text(messages[:at], params, asks=True)
-        full = self._text(messages[: at + 1], params)
+    def _turn(self, message: Message, *, at: int, params: Any) -> tuple[str, str]:
+        """What the template writes up to the answer, and the answer with what ends it, behind what the prompt was rendered of. A
+        template may write the last message of the user in another way than earlier ones: then a short history is tried, which must
+        end alike."""
+        asked = self._renderer.asked
+        asks, full = self._text(asked, params, asks=True), self._text([*asked, message], params)
         if full.startswith(asks):
             return asks, full[len(asks) :]
         why = "the chat template does not write it as a continuation of its own prompt"
-        for history in (messages[:at], [USER]):
+        for history in (asked, [USER]):
             base, opening, turn = (
                 self._text(history, params), self._text(history, params, asks=True),
                 self._text([*history, message], params),

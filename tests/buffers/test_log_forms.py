@@ -164,11 +164,6 @@ def test_a_conversation_without_an_answer_has_a_cause() -> None:
     assert told([ASK, {**SAY, "weight": 0}])[0] == "no answer"
 
 
-def test_pairs_of_preferences_are_named() -> None:
-    with pytest.raises(BadRecord, match="preference pair"):
-        form_of({"chosen": [], "rejected": []})
-
-
 def test_sharegpt_in_its_spellings() -> None:
     turns = [
         ("system", "S"),

@@ -8,7 +8,6 @@ rounds; the log-probabilities are the model's own and are computed again for eve
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -19,13 +18,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffers.records import Task
-from buffers.tasks.logs import Findings, LogReader
+from buffers.tasks.logs import UNSHOWN_TOOLS
+from buffers.tasks.parquet import Trace, read_demonstrations
+from configs.schema import RolloutConfig, ServerConfig
+from learner import cli
 from mocked_server.check import vllm_scripted_engine
 from mocked_server.check.__main__ import TASK
 from mocked_server.check.trial import trial_server
+from mocked_server.vllm.demonstrations import make_renderer
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.outside.agent_environments import npm_packages, npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
@@ -166,14 +171,17 @@ SESSIONS = {
         "claude-code-transcript (atif-make)",
     ),
     "codex.sh": ("@openai/codex@0.169.0", "codex", ".codex/sessions", "codex-rollout (atif-make)"),
+    "opencode.sh": ("opencode-ai@1.18.33", "opencode", ".local/share/opencode", "opencode"),
 }
 
 
 @pytest.mark.outside
 @pytest.mark.parametrize("script", SESSIONS)
-def test_an_imported_session_renders_to_the_ids_that_were_sampled(rehearsal, try_out, tmp_path, monkeypatch, script):
-    """What the agent wrote into its own folder, by atif-make and the served model's template. Two calls of one answer of Codex are
-    two turns in what atif-make makes of it; no transcript has the system prompt and the tools."""
+def test_what_is_trained_of_an_imported_session_are_the_ids_that_the_ledger_recorded(
+    rehearsal, try_out, tmp_path, monkeypatch, capsys, script
+):
+    """What the agent wrote into its own folder, imported and shown by the served model's template. The model spells as its
+    tokenizer does: no log has a spelling. No log has the system prompt and the tools either, which import says."""
     package, program, folder, kind = SESSIONS[script]
     if (newer := next(filter(None, map(shutil.which, ("python3.14", "python3.13", "python3.12"))), None)) is None:
         pytest.skip("atif-make needs Python 3.12")
@@ -190,26 +198,25 @@ def test_an_imported_session_renders_to_the_ids_that_were_sampled(rehearsal, try
     keeps = f'sh "$0" "$1"; code=$?; cp -r {folder.split("/")[0]} {tmp_path}; exit $code'
     report = try_out(["sh", "-c", keeps, str(CLIENTS / script), str(npm_program(package, program))])
     assert (report.exit_code, report.errors) == (0, [])
-    found = Findings()
-    sessions = list(LogReader(found=found, of_ledger=lambda _: iter(())).read(tmp_path / folder))
-    assert found.files == {kind: 1} and found.causes == {}
-    tokenizer = trial._server._client.renderer.get_tokenizer()
-    answers = [message for session in sessions for message in session.messages if message["role"] == "assistant"]
+    capsys.readouterr()
+    out, model = tmp_path / "out.parquet", trial._server._client.renderer.get_tokenizer().name_or_path
+    assert cli.main(["import", str(tmp_path / folder), "--out", str(out), "--model", model]) == 0
+    told = capsys.readouterr().out.splitlines()
+    traces = list(read_demonstrations(out))
+    assert told[0] == f"files      {kind} (1)"
+    assert told[2].startswith(f"noticed    {len(traces)}: {UNSHOWN_TOOLS}; the first in {tmp_path}")
+    assert told[3].startswith(f"trainable  {len(traces)} of {len(traces)} sessions, {len(traces)} rows"), "nothing else"
     sampled = Counter(tuple(round_.sampled_ids.tolist()) for round_ in rounds[0].result())
-    equal = (Counter(answer_ids(message, tokenizer=tokenizer) for message in answers) & sampled).total()
-    assert equal == (len(answers) if script == "claude.sh" else sampled.total() - 1)
-    assert script == "codex.sh" or len(answers) == sampled.total()
+    trained = Counter(answer for trace in traces for answer in answers_trained(trace, model=model))
+    assert trained.total() >= 4 and trained <= sampled
+    assert (sampled - trained).total() == (script == "opencode.sh"), "the title of a session is no answer in it"
 
 
-def answer_ids(message: dict[str, Any], *, tokenizer: Any) -> tuple[int, ...]:
-    """The ids of an answer up to the token that ends it, as the template writes it, which gets arguments of calls as objects."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    opening = [{"role": "user", "content": "-"}]
-    asks = tokenizer.apply_chat_template(opening, tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(
-        [*opening, message | ({"tool_calls": calls} if calls else {})], tokenize=False
+def answers_trained(trace: Trace, *, model: str) -> list[tuple[int, ...]]:
+    """The ids that SFT trains of each answer."""
+    settings = EngineSettings(
+        model_path=Path(model), served_name="policy", dtype="float32", server=ServerConfig(), rollout=RolloutConfig()
     )
-    return tuple(tokenizer.encode(whole[len(asks) :].rstrip("\n"), add_special_tokens=False))
+    vllm_config = make_vllm_config(make_args(settings))
+    (rows,) = make_renderer(vllm_config, strict=False, last_only=False, longest=sys.maxsize).rows([trace])
+    return [tuple(row.ids[row.rounds == at].tolist()) for row in rows for at in np.unique(row.rounds[row.rounds >= 0])]

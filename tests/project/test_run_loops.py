@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
+from buffers.ledger.encode import decode
 from configs.load import FOLDER, load_config
-from tests.support.run_parts import assert_nothing_left, refusal, start
+from tests.support.run_parts import Run, assert_nothing_left, refusal, start
 
 pytestmark = [pytest.mark.slow]
 
@@ -23,6 +29,7 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
         "sft.steps=24",
         "buffer.groups_per_step=3",
         "buffer.group_size=4",
+        "learner.echo.tool=0.1",
         f"data.tasks={tmp_path}/data/train.parquet",
         f"data.validation.tasks={tmp_path}/data/test.parquet",
         "data.validation.every=2",
@@ -40,6 +47,8 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
     assert any(line["agent_loop/tool_calls/max"] > 0 for line in steps), "tools were called"
     assert all(line["agent_loop/slowest/total"] == line["agent_loop/total/max"] for line in steps)
     assert any("val/mean" in line for line in lines)
+    echoed = [(line["learner/echo_tokens"], line["policy/echo_loss"]) for line in steps]
+    assert [number for number, _ in echoed] == tool_tokens(run) and all(number > 0 < loss for number, loss in echoed)
     traces = [json.loads(line) for line in (run.folder / "traces.jsonl").read_text().splitlines()]
     assert {trace["step"] for trace in traces} == {1, 2}
     turns = [turn for trace in traces for row in trace["rows"] for turn in row["turns"]]
@@ -47,6 +56,22 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
     assert told
     assert not any(turn["trained"] for turn in told)
     assert_nothing_left(run)
+
+
+def tool_tokens(run: Run) -> list[int]:
+    """Tokens of tools' results in the episodes of each step, without the template's line breaks, by the ledger's rounds."""
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+    opens, closes = (tokenizer.convert_tokens_to_ids(f"<{mark}tool_response>") for mark in ("", "/"))
+    found: Counter[int] = Counter()
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        rounds = db.execute(
+            "SELECT step.step, body FROM round JOIN episode USING (episode_id) JOIN trained USING (group_id) "
+            "JOIN step USING (step_id) WHERE parent IS NOT NULL AND episode.state = 'scored'"
+        ).fetchall()
+    for step, body in rounds:
+        ids = decode(body).tail_ids
+        found[step] += sum(np.flatnonzero(ids == closes) - np.flatnonzero(ids == opens) - 3)
+    return [found[step] for step in sorted(found)]
 
 
 def test_the_cpu_configuration_differs_in_model_and_sizes_only():

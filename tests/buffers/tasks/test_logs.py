@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sqlite3
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +101,14 @@ def test_what_is_no_log_is_named_and_stops_nothing(tmp_path: Path, monkeypatch: 
     (tmp_path / "d.parquet").write_bytes(b"PAR1" + b"x" * 100)
     (tmp_path / "e.jsonl").write_bytes(gzip.compress(json.dumps(chat("x")).encode())[:-9])
     (tmp_path / "f.db").write_bytes(b"SQLite format 3\0" + b"x" * 100)
+    os.mkfifo(opencode(tmp_path / "k.db").with_name("k.db-wal"))
     (tmp_path / "g.json").write_text('{"log": {"entries": []}}')
     pq.write_table(pa.Table.from_pylist([{"x": 1}]), tmp_path / "h.parquet")
     os.mkfifo(tmp_path / "i.jsonl")
     lines(tmp_path / "j.jsonl", chat("kept"))
     sessions, found = read_all(tmp_path)
     assert words(sessions) == ["kept"]
-    assert found.causes.pop("file that cannot be read to its end") == 4
+    assert found.causes.pop("file that cannot be read to its end") == 5
     assert found.causes == {"file that is no log (broken JSON)": 2, "empty file": 1, NEEDS_ATIF_MAKE: 1}
 
 
@@ -238,3 +241,117 @@ def test_sessions_of_other_agents_are_what_atif_make_says(tmp_path: Path, monkey
     sessions, found = read_all(folder)
     assert not sessions and found.causes == {"file that atif-make refuses": 1}
     assert found.first["file that atif-make refuses"] == f"{folder / 'a.jsonl'} (atif-make: it is damaged)"
+
+
+def item(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": "response_item", "payload": {"type": kind, **more}}
+
+
+def test_calls_of_one_answer_of_codex_are_one_answer_though_atif_make_makes_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(source: str, text: str = "", *calls: str) -> dict[str, Any]:
+        called = [{"tool_call_id": each, "function_name": "f", "arguments": {}} for each in calls]
+        results = [{"source_call_id": each, "content": each.upper()} for each in calls]
+        return {"source": source, "message": text, "tool_calls": called, "observation": {"results": results}}
+
+    steps = [
+        step("user", "q"),
+        step("agent", "", "a"),
+        step("agent", "I look."),
+        step("agent", "", "b"),
+        step("agent", "", "c"),
+    ]
+    made = {
+        "schema_version": "ATIF-v1.7",
+        "agent": {},
+        "steps": [*steps, step("agent", "", "d"), step("agent", "done")],
+    }
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    atif_make(tmp_path / "bin", f'echo "detected: codex-rollout" >&2; cp {tmp_path}/made.json "$3"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    call, output = (
+        (lambda name: item("function_call", call_id=name)),
+        (lambda name: item("function_call_output", call_id=name)),
+    )
+    said = item("message", role="assistant")
+    file = lines(
+        tmp_path / "rollout.jsonl", item("message", role="user"), call("a"), {"type": "token_usage_record"}, output("a"),
+        item("reasoning"), said, call("b"), call("c"), output("b"), output("c"), call("d"), output("d"), said, {"payload": 7},
+        "broken",
+    )  # fmt: skip
+    (session,), _ = read_all(file)
+    told = [(each["content"], [one["id"] for one in each.get("tool_calls", ())]) for each in session.messages]
+    assert told == [
+        ("q", []), ("", ["a"]), ("A", []), ("I look.", ["b", "c"]), ("B", []), ("C", []), ("", ["d"]), ("D", []), ("done", []),
+    ]  # fmt: skip
+
+
+def opencode(path: Path, *messages: tuple[str, dict[str, Any], list[Any]]) -> Path:
+    """Its database with messages, each of a session, with their parts."""
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executescript(
+            "CREATE TABLE session(id TEXT, time_created INTEGER); CREATE TABLE message(id TEXT, session_id TEXT, "
+            "time_created INTEGER, data TEXT); CREATE TABLE part(id TEXT, message_id TEXT, data TEXT); PRAGMA journal_mode = WAL"
+        )
+        for number, (session, told, parts) in enumerate(messages):
+            db.execute(
+                "INSERT INTO session SELECT ?1, 0 WHERE NOT EXISTS (SELECT 1 FROM session WHERE id = ?1)", (session,)
+            )
+            db.execute("INSERT INTO message VALUES (?, ?, ?, ?)", (f"m{number}", session, number, json.dumps(told)))
+            each = [
+                (f"p{n:02d}", f"m{number}", part if isinstance(part, str) else json.dumps(part))
+                for n, part in enumerate(parts)
+            ]
+            db.executemany("INSERT INTO part VALUES (?, ?, ?)", reversed(each))
+    return path
+
+
+def test_sessions_of_opencode_are_read_from_its_database(tmp_path: Path) -> None:
+    def said(text: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+        return {"type": kind, "text": text, **more}
+
+    def call(name: str, **state: Any) -> dict[str, Any]:
+        return {"type": "tool", "tool": "look", "callID": name, "state": {"input": {"at": name}, **state}}
+
+    begins, user, answer = {"type": "step-start"}, {"role": "user"}, {"role": "assistant", "modelID": "m"}
+    opencode(
+        tmp_path / "opencode.db",
+        ("s1", user, [said("Go."), {"type": "file", "mime": "text/plain"}, {"type": "agent"}]),
+        ("s2", user, [said("Also.")]),
+        ("s1", answer, [
+            begins, said("Well.", "reasoning"), said("I look."), call("a", output="A"), call("b", error="no"),
+            {"type": "step-finish"}, begins, call("c", output=""), "broken",
+        ]),
+        ("s1", answer | {"error": {"name": "APIError"}}, [begins, said("half")]),
+        ("s2", answer, [begins, call("d")]),
+        ("s1", answer | {"finish": "length"}, [begins, said("cut")]),
+        ("s1", user, [{"type": "file", "mime": "image/png"}]),
+        ("s1", answer, [begins, said("never")]),
+    )  # fmt: skip
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "opencode.log").write_text("noise")
+    sessions, found = read_all(tmp_path)
+    assert (
+        found.files == {"opencode": 1}
+        and found.models == {"m": 2}
+        and [each.source for each in sessions] == ["s1", "s2"]
+    )
+    told = [
+        (
+            each["role"],
+            each["content"],
+            [one["function"]["arguments"] for one in each.get("tool_calls", ())],
+            each.get("weight"),
+        )
+        for each in sessions[0].messages
+    ]
+    assert told == [
+        ("user", "Go.", [], None), ("assistant", "I look.", ['{"at": "a"}', '{"at": "b"}'], None), ("tool", "A", [], None),
+        ("tool", "no", [], None), ("assistant", "", ['{"at": "c"}'], None), ("tool", "", [], None), ("assistant", "half", [], 0),
+        ("assistant", "cut", [], 0),
+    ]  # fmt: skip
+    assert sessions[0].messages[1]["reasoning_content"] == "Well."
+    assert found.causes == {
+        "image": 1, "answer cut in the middle": 1, read.UNSHOWN_TOOLS: 2, "session that ends at a call without its result, kept": 1,
+    }  # fmt: skip

@@ -55,6 +55,11 @@ def judged(left_out: int, *, members: int = 20):
     return fill
 
 
+def hinted(without: int) -> list[dict[str, float]]:
+    """12 steps, of whose last 10 so many have no row with a hint."""
+    return [{"policy/hinted_share": 0.0 if number < 2 + without else 0.1, "reward/mean": 0.4} for number in range(12)]
+
+
 def answers(*, cut: int, whole: int, tokens: int = 4, scores: tuple[float, float] = (0.0, 1.0)):
     """Groups whose answers were cut at `tokens`, and others, with these scores; each group has a member that scores otherwise."""
 
@@ -202,6 +207,19 @@ CASES = [
         fires=lambda folder: recorded(folder, "learner.recipe=grpo").steps({"batch/equal_groups": 0.95, "reward/mean": 0.9}),
         quiet=lambda folder: recorded(folder, "learner.recipe=grpo").steps({"batch/equal_groups": 0.95, "reward/mean": 0.995}),
         severity=Severity.HARMS, figure=0.95, says=(),
+    ),
+    Case(
+        rule="no_hints",
+        fires=lambda folder: recorded(folder, "learner.recipe=sdpo").steps(*hinted(5)),
+        quiet=lambda folder: recorded(folder, "learner.recipe=sdpo").steps(*hinted(4)),
+        severity=Severity.SLOWS, figure=0.5,
+        says=("in 5 of the last 10 steps no row had a hint", "extra_info.hint", "within the episode", "part marks"),
+    ),
+    Case(
+        rule="no_hints",
+        fires=lambda folder: recorded(folder, "learner.recipe=sdft").steps({"policy/hinted_share": 0.0}, rises=False),
+        quiet=lambda folder: recorded(folder, "learner.recipe=sdft").steps({"policy/hinted_share": 0.0, "reward/mean": 0.995}),
+        severity=Severity.STOPS, figure=1.0, says=("from which alone the policy learns",),
     ),
     Case(
         rule="dropped_groups",

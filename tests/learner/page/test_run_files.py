@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from learner.page.metric_columns import MetricColumns, meanings
 from learner.page.reports import without_secrets
-from learner.page.run_set import find_runs
+from learner.page.run_set import RunSet, find_runs
 from learner.page.run_view import NoRun, RunView, machine_history, state_of, waits_of
 from learner.reporting import run_record
 from learner.reporting.run_record import LineFile, MachineLog, began_s
@@ -99,6 +100,25 @@ def test_runs_are_found_by_name_or_by_their_folder(tmp_path):
     assert list(find_runs([run, other])) == ["seen", "seen~2"]
     with pytest.raises(NoRun, match="RUN must be a run's folder, or a folder of runs"):
         find_runs([tmp_path / "one" / "seen" / "model"])
+
+
+def test_a_run_is_listed_with_its_stage_of_sft_which_may_begin_later(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    now = [0.0]
+    runs = RunSet([run], meanings={}, clock=lambda: now[0])
+    assert runs.ids() == ["seen"]
+    for folder in (run / "sft", other / "sft", tmp_path / "sft"):
+        folder.mkdir()
+        shutil.copy(run / "config.yaml", folder)
+    (run / "sft" / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 6.5}\n')
+    now[0] += 10.0
+    assert runs.ids() == ["seen", "seen-sft"]
+    with runs.view("seen-sft").metrics() as metrics:
+        assert metrics.last("sft/loss") == 6.5
+    runs.close()
+    assert find_runs([run.parent, other, tmp_path / "sft"]) == {
+        "seen": run, "seen-sft": run / "sft", "seen~2": other, "seen-sft~2": other / "sft", "sft": tmp_path / "sft",
+    }  # fmt: skip
 
 
 def test_values_of_secret_names_are_left_out_and_others_stay():

@@ -89,6 +89,15 @@ def test_estimators_that_compare_the_batch_learn_from_equal_groups_and_solved_ta
     assert "solved" in history_of([(1.0, 1.0)] * 4, "run.reward_optimum=1.0").verdicts()[0]
 
 
+def test_steps_without_a_hint_are_told_where_hints_alone_teach() -> None:
+    history = history_of([(0.5, 0.0)] * 3, "learner.recipe=sdft", "learner.advantage=none")
+    assert history.news() == "", "a run that began before hints were counted"
+    history.steps.extend({"policy/hinted_share": share} for share in (0.5, 0.0, 0.0, 0.0))
+    assert "nothing was learned in the last 3 steps: no row had a hint" in history.news()
+    history.steps.append({"policy/hinted_share": 0.1})
+    assert history.news() == ""
+
+
 def test_a_reward_that_did_not_rise_is_told_at_the_end() -> None:
     flat = history_of([(0.3, 0.0)] * 10).verdicts()
     assert flat and flat[0].startswith("the reward did not rise: 0.300 in the first 3 steps, 0.300 in the last 5")

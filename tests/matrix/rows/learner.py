@@ -11,7 +11,7 @@ from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
 
 EXPERTS = "tests/learner/experts/test_expert_training.py"
-ECHO = "tests/learner/training/test_echo.py"
+TOOLS = "tests/project/test_run_loops.py::test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine"
 TOLD = "test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_have_chosen"
 REPLAYED = (
     "tests/project/test_run_folders.py::test_a_mixture_of_experts_is_trained_with_the_experts_that_its_engine_used"
@@ -202,7 +202,7 @@ def _numbers() -> list[Row]:
         Row("learner.hints.sources", "hint", "hints", trains("learner.hints.coef", 1e-6)),
         Row("learner.hints.sources", "said", "rounds", trains("learner.hints.sources", ["hint"])),
         Row("learner.hints.sources", "sibling", "recipe-sdpo", trains("learner.hints.sources", ["hint", "said"])),
-        Row("learner.echo.tool", "", f"{ECHO}::test_equal_scores_leave_the_gradient_of_the_weighted_cross_entropy"),
+        Row("learner.echo.tool", "", TOOLS),
         Row("learner.echo.user", "", "rounds", trains("learner.echo.user", 0.0)),
         Row("learner.kl.horizon", "", learner_name("reinforce_plus_plus"), trains("learner.kl.horizon", 10_000.0)),
         Row("learner.router_aux_coef", "", f"{EXPERTS}::test_the_routers_loss_counts_by_its_coefficient"),

@@ -110,6 +110,21 @@ def test_each_family_trains_its_answers_with_the_token_that_ends_them(name: str)
         assert answer.count(family.stop) == 1
 
 
+def test_an_answer_that_play_continues_is_shown_without_its_history_and_nothing_is_shown_twice() -> None:
+    """Else a conversation costs the square of its length."""
+    renderer = renderer_of(FAMILIES["qwen2"])
+    shown: list[int] = []
+    render = renderer._renderer._render
+    renderer._renderer._render = lambda messages, params: shown.append(len(messages)) or render(messages, params)
+    turns = [
+        ({"role": "user", "content": f"{n % 3}?"}, {"role": "assistant", "content": f"{n % 3}."}) for n in range(50)
+    ]
+    trace = Trace(messages=[each for turn in turns for each in turn])
+    (first,), (second,) = rows_of(renderer, trace, trace)
+    assert first.ids.tolist() == second.ids.tolist() and len(trained(renderer, first)) == 50
+    assert max(shown) <= 6 and len(shown) < 50
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, list[Any]]:
     name = draw(st.sampled_from(sorted(FAMILIES)))

@@ -26,7 +26,7 @@ export function positive(values) {
 
 // How curves are drawn, kept in the address: which metrics, which runs lie over one another, smoothing and axes.
 
-export const USUAL = ["reward/mean", "reward/std", "policy/entropy", "policy/approx_kl", "policy/clipfrac", "policy/max_logprob_diff", "staleness/mean", "batch/equal_groups", "throughput/tokens_per_s", "time/step_s", "time/wait_s", "critic/explained_variance"];
+export const USUAL = ["reward/mean", "reward/std", "sft/loss", "sft/val_loss", "policy/entropy", "policy/approx_kl", "policy/clipfrac", "policy/max_logprob_diff", "staleness/mean", "batch/equal_groups", "throughput/tokens_per_s", "time/step_s", "time/wait_s", "critic/explained_variance"];
 export const SPREAD = "reward/spread";
 
 export function readOptions(params) {
