@@ -33,13 +33,14 @@ HEADERS = tuple(
     re.compile(pattern)
     for pattern in (
         rb"x-parent-session-id",  # a sub-agent of opencode, whose own is in x-session-id
-        rb"x-claude-code-session-id",
-        rb"(?:x-)?session[-_]id",  # opencode, Codex, pi
+        rb"(?:x-claude-code-|x-)?session[-_]id",  # Claude Code, opencode, Codex, pi
         rb"(?:[a-z0-9]+[-_])*session(?:[-_]?id|[-_]affinity)?",
         rb"(?:[a-z0-9]+[-_])*(?:conversation|chat|thread)[-_]?id",
     )
 )
 """Names of headers that name a session, the first that is there before the others."""
+_NOUNS = re.compile(rb"session|conversation|chat|thread")
+"""Few headers have one of these words: the others are not compared with `HEADERS`."""
 
 FIELDS = tuple(
     (path, re.compile(pattern))
@@ -116,7 +117,7 @@ class SessionMark:
 
 def session_mark(path: str, headers: Sequence[tuple[bytes, bytes]], body: Mapping[str, Any]) -> SessionMark:
     """What a request to `path` says of its session. `headers`: their names in any case; `body`: its JSON, of any shape."""
-    sent = {name.lower(): value.decode("latin-1").strip() for name, value in reversed(headers)}
+    sent = {name.lower(): value.decode("latin-1").strip() for name, value in headers}
     name, told_by = _name(sent, body)
     agent = next((sent[header] for header in AGENTS if _is_name(sent.get(header)) and sent[header] != name), "")
     side = _side(path, sent, body)
@@ -126,10 +127,10 @@ def session_mark(path: str, headers: Sequence[tuple[bytes, bytes]], body: Mappin
 
 def _name(sent: Mapping[bytes, str], body: Mapping[str, Any]) -> tuple[str, str]:
     """(the session's name, what told it), both empty where nothing does."""
+    named = [header for header in sent if _NOUNS.search(header) and _is_name(sent[header])]
     for pattern in HEADERS:
-        for header, value in sent.items():
-            if pattern.fullmatch(header) and _is_name(value):
-                return value, f"{header.decode('latin-1')} header"
+        for header in filter(pattern.fullmatch, named):
+            return sent[header], f"{header.decode('latin-1')} header"
     for path, rule in FIELDS:
         value = _at(body, path)
         if _is_name(value) and (match := rule.match(value)) and _is_name(match[1]):

@@ -102,6 +102,14 @@ def test_a_field_tells_the_session_where_a_gateway_dropped_the_headers():
         ({"headers": {"X-LiteLLM-Session-Id": "s"}, "session_id": "t"}, "s", "x-litellm-session-id header"),
         ({"headers": {"x-openwebui-chat-id": "c"}}, "c", "x-openwebui-chat-id header"),
         ({"headers": {"x-session-id": "undefined"}, "session_id": " t "}, "t", "session_id"),
+        ({"headers": {"x-gateway-session-id": "g", "x-session-id": "default"}}, "g", "x-gateway-session-id header"),
+        ({"headers": {"x-gateway-session-id": "g", "Session-Id": "s"}}, "s", "session-id header"),
+        (
+            {"headers": {"x-gateway-session-id": "g", "x-claude-code-session-id": "s"}},
+            "s",
+            "x-claude-code-session-id header",
+        ),
+        ({"client_metadata": {"session_id": "s"}, "prompt_cache_key": CLAUDE}, "s", "client_metadata.session_id"),
         ({"headers": {"x-session-token": "secret", "x-request-id": "r"}}, "", ""),
     ],
 )
@@ -132,7 +140,7 @@ def test_what_is_a_side_call(sent, why):
 @pytest.mark.parametrize(
     "sent",
     [
-        {"max_tokens": 10, "messages": [{"role": "user", "content": "Why does it say: You are a title generator?"}]},
+        {"max_tokens": 10, "messages": [{"role": "user", "content": "Why does it say [SUGGESTION MODE: x]?"}]},
         {"max_tokens": True, "messages": []},
         {"messages": [{"role": "user", "content": "You are a title generator"}]},
         {"headers": {"x-codex-turn-metadata": '{"request_kind":"turn"}'}},
