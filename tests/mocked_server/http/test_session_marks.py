@@ -49,7 +49,7 @@ def test_all_requests_of_a_session_have_one_name_and_no_two_sessions_have_the_sa
     assert {client for (client, _), found in names.items() if found == {""}} == SILENT | SOMETIMES
     assert all(len(found) == 1 for found in names.values())
     told = [name for found in names.values() for name in found if name]
-    assert len(told) == len(set(told)) == 25
+    assert len(told) == len(set(told)) == 26
     assert {client for (client, _), found in names.items() if found != {""}} >= {
         "Claude Code",
         "Codex",
