@@ -4,7 +4,7 @@ sends of itself.
 Called for each request under a key that many sessions share. A pure function of path, headers and body: what is malformed says
 nothing, and nothing raises. `tests/mocked_server/http/session_marks.json` has what each client was seen to send.
 
-A client that says nothing gets an empty name: its requests are told by the earlier round that they continue, which is not done
+A client that says nothing gets an empty name: which earlier round its requests continue tells where they belong, which is not done
 here. Neither is `previous_response_id`: it names a round, and each request another one. `user`, `safety_identifier` and a plain
 `metadata.user_id` name a person, who has many sessions. No client says when a session ends.
 """
