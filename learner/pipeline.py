@@ -329,7 +329,7 @@ class Pipeline:
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
-            more={"longest_row": config.rollout.max_model_len}
+            more={"longest_row": config.rollout.max_model_len, "replay_lag": config.buffer.replay.oldest}
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )

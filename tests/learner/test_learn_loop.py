@@ -165,7 +165,7 @@ async def learning(
     )  # fmt: skip
     rounds = MultiRoundBufferDataset(ledger)
     buffers = RunBuffers(
-        ledger=ledger, pool=pool, rounds=rounds, curriculum=None, opened={}, num_replays=replays, running=[]
+        ledger=ledger, pool=pool, rounds=rounds, curriculum=None, opened={}, num_again=replays, running=[]
     )
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
