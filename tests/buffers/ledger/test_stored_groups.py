@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from buffers.records import Eligible, Position, Replay, TrainBatch
 from tests.support.buffer_parts import make_round, open_running, scored_by_group_state
 
 REPLAY = Replay(num_groups=2, min_version=0, only="all", times=2)
+TASKS = count()
 
 
-def make_group(ledger: Ledger, *scores: float, version: int = 0, name: Counter[str] = Counter()) -> int:
+def make_group(ledger: Ledger, *scores: float, version: int = 0) -> int:
     """A ready group of one member for each score."""
-    name["tasks"] += 1
-    members = open_running(ledger, task=name["tasks"], group_size=len(scores), version=version)
+    members = open_running(ledger, task=next(TASKS), group_size=len(scores), version=version)
     for member, score in zip(members, scores, strict=True):
         ledger.put_round(make_round(member.episode_id, version=version))
         ledger.notify_score(member.episode_id, score).result()
@@ -175,7 +176,7 @@ def test_the_tables_themselves_refuse_that_a_group_is_trained_more_often(broken:
         for statement in broken.format(lease=lease).split(";"):
             db.execute(statement)
 
-    with pytest.raises(Exception, match="more often than its lease|joins a batch once|CHECK constraint"):
+    with pytest.raises(Exception, match=r"more often than its lease|joins a batch once|CHECK constraint"):
         ledger.run(write).result()
     ledger.close()
 
