@@ -156,7 +156,7 @@ def idle_replay(run: Evidence) -> Observation | None:
         1.0 - share,
         f"{percent(1.0 - share)} of the tokens of stored groups change nothing: they are too old, dropped by learner.correction or "
         f"learner.rejection, clipped, or of groups that scored alike.",
-        ", ".join([*other, f"buffer.replay.oldest={max(1, replay.oldest // 2)}, or buffer.replay.share=0"]),
+        ", ".join([*other, f"buffer.replay.oldest={max(1, replay.oldest // 2)}, or a smaller buffer.replay.share"]),
         measure="tokens of stored groups that change nothing",
     )
 
