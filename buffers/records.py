@@ -352,7 +352,7 @@ class TrainBatch:
 
     @property
     def fresh(self) -> TrainBatch:
-        """Without groups that were trained before."""
+        """The batch without groups that were trained before."""
         return replace(self, rows=[row for row in self.rows if not row.times_trained])
 
     @property

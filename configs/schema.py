@@ -804,41 +804,29 @@ class Config(Section):
                     f"leave it out"
                 )
             return
-        least = 1.0 / self.buffer.groups_per_step
-        for is_bad, rule, remedy in (
+        groups, members, hints = self.buffer.groups_per_step, self.buffer.group_size, learner.hints.coef
+        part, old = (
+            f"{1 / groups:g}" if groups > 1 else "0.5 beside buffer.groups_per_step=8",
+            "trains what older policies sampled",
+        )
+        refusals = (
             (learner.stage == "sft", "is of RL, got learner.stage=sft", "leave it out"),
             (
                 self.buffer.num_replayed == 0,
-                f"is in whole groups, got {replay.share:g} of buffer.groups_per_step={self.buffer.groups_per_step}",
-                f"set it to {least:g} or more" if least < 1.0 else "set buffer.groups_per_step=8",
+                f"is in whole groups, got {replay.share:g} of buffer.groups_per_step={groups}",
+                f"set it to {part} or more",
             ),
             (
-                replay.only == "mixed" and self.buffer.group_size < 2,
-                f"with buffer.replay.only=mixed needs groups whose scores differ, got buffer.group_size={self.buffer.group_size}",
+                replay.only == "mixed" and members < 2,
+                f"with buffer.replay.only=mixed needs groups whose scores differ, got buffer.group_size={members}",
                 "set buffer.replay.only=all",
             ),
-            (
-                learner.correction == "none",
-                "trains what older policies sampled, which must be weighed, got learner.correction=none",
-                "set learner.correction=tis",
-            ),
-            (
-                learner.advantage == "opo",
-                "trains what older policies sampled, got learner.advantage=opo, which is exact on its own samples only",
-                "set learner.advantage=grpo",
-            ),
-            (
-                bool(learner.hints.coef),
-                f"trains what older policies sampled, got learner.hints.coef={learner.hints.coef:g}, a distillation on its "
-                f"own samples that no importance weight corrects",
-                "leave one of them out",
-            ),
-            (
-                learner.lora.per_role,
-                "counts ages in steps, got learner.lora.per_role=true, where each role has versions of its own",
-                "leave one of them out",
-            ),
-        ):  # fmt: skip
+            (learner.correction == "none", f"{old}, got learner.correction=none", "set learner.correction=tis"),
+            (learner.advantage == "opo", f"{old}, got learner.advantage=opo, exact on its own samples only", "take another one"),
+            (hints > 0.0, f"{old}, got learner.hints.coef={hints:g}, which no importance weight corrects", "leave one out"),
+            (learner.lora.per_role, "counts steps, got learner.lora.per_role=true, versions of roles", "leave one out"),
+        )  # fmt: skip
+        for is_bad, rule, remedy in refusals:
             if is_bad:
                 raise ValueError(f"buffer.replay.share {rule}; {remedy}")
 
