@@ -124,8 +124,11 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             unwatch()
             self._waiting.remove(woken)
 
-    async def sample(self, num_groups: int, *, min_version: int, replay: Replay | None = None) -> TrainBatch:
-        """Wait for a full batch of `num_groups` groups, a fresh one with a token of `min_version` or later. See `Ledger.claim`."""
+    async def sample(
+        self, num_groups: int, *, min_version: int, replay: Replay | None = None, patience_s: float | None = None
+    ) -> TrainBatch:
+        """Wait for a full batch of `num_groups` groups, a fresh one with a token of `min_version` or later. See `Ledger.claim`.
+        `patience_s`: after so many seconds a smaller one is taken, of at least one group. None: never."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -134,14 +137,20 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
                 loop.call_soon_threadsafe(woken.set)
 
         unwatch = self.ledger.watch(wake)
+        patience = None if patience_s is None else loop.call_later(patience_s, woken.set)
         try:
             while True:
                 woken.clear()
-                if (batch := await self._claim(num_groups, min_version=min_version, replay=replay)) is not None:
+                wanted = num_groups
+                if patience is not None and loop.time() >= patience.when():
+                    wanted = min(num_groups, max(1, self.ledger.counts()["groups/ready"]))
+                if (batch := await self._claim(wanted, min_version=min_version, replay=replay)) is not None:
                     return batch
                 await woken.wait()
         finally:
             unwatch()
+            if patience is not None:
+                patience.cancel()
 
     def close(self) -> None:
         """End the iteration. The ledger stays open: it belongs to the caller."""

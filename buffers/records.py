@@ -184,8 +184,8 @@ class ScoreDetail:
             raise ValueError("a score is of a round or of a branch or of a role, got two of them; send two scores")
 
 
-MAX_JUDGE_CHARS, MAX_HINT_CHARS = 100, 8192
-"""Longest name of a judge, and longest hint."""
+MAX_JUDGE_CHARS, MAX_HINT_CHARS, MAX_SESSION_CHARS = 100, 8192, 200
+"""Longest name of a judge, longest hint, and longest name of a session."""
 
 
 class Verdict(float):
@@ -258,6 +258,8 @@ class Row:
     """Sampled at temperature 0: the baseline of its group, never trained."""
     hint: str | None = None
     """A hint for the task, which the policy did not see: of a judge, or of the task's `extra_info`."""
+    baseline: float | None = None
+    """What the sessions of its user scored before, in the mean; None: it is no session, or the user's first."""
     judges: dict[str, float] | None = None
     """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
     truncated: tuple[int, ...] = ()

@@ -684,6 +684,49 @@ class SftConfig(Section):
         return {key: path for key, path in named.items() if isinstance(path, str) and path and self.demonstrations}
 
 
+class GateConfig(Section):
+    tasks: str = ""
+    """Parquet file of tasks that a new version plays, scored by `data.scorer`, before users are served it: what must not be lost
+    while wishes are learned. Empty: every new version is served."""
+    every: PositiveInt = 5
+    """Updates between two candidates; those between are not served."""
+    samples: PositiveInt = 1
+    """Episodes of each task; a single one is greedy."""
+    margin: NotNegative = 0.05
+    """A candidate is refused unless its mean score is at most this below the served version's, with 95 % certainty (one-sided, over
+    the differences of each task)."""
+
+
+class NextTurnConfig(Section):
+    model: str = ""
+    """The model that reads what was said after an answer, and gives the answer a score and a hint: `policy`, or the URL of an
+    OpenAI-compatible API, with /v1. Empty: none does."""
+    name: str = "default"
+    """The model's name there."""
+    key_variable: Annotated[str, Field(pattern=r"^([A-Za-z_]\w*)?$")] = ""
+    """The environment variable that holds the key for that API. Empty: it needs none."""
+    prompt: str = ""
+    """File with what it is asked; {answer} and {next} stand for what it judges, and it has to end with a line of JSON. Empty: the
+    shipped one, mocked_server/next_turn.txt."""
+    max_tokens: PositiveInt = 256
+    """Most tokens of what it says."""
+    timeout_s: Seconds = 60.0
+    """Longest time for a verdict; after it there is none."""
+
+
+class ServeConfig(Section):
+    enabled: bool = False
+    """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded,
+    and learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
+    silence_s: Positive = 600.0
+    """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another
+    stretch. One without feedback stays open."""
+    batch_age_s: Positive = 3600.0
+    """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
+    gate: GateConfig = GateConfig()
+    judge: NextTurnConfig = NextTurnConfig()
+
+
 class Config(Section):
     """A whole run. See configs/demo.yaml for a complete example."""
 
@@ -697,6 +740,7 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     sft: SftConfig = SftConfig()
+    serve: ServeConfig = ServeConfig()
     roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
     """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
     path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
@@ -779,6 +823,7 @@ class Config(Section):
             )
         self._check_replay()
         self._check_sft()
+        self._check_serve()
         self._check_harbor()
         check_names(self.rollout.engine_args)
         check_engine_keys(
@@ -824,11 +869,51 @@ class Config(Section):
             (learner.correction == "none", f"{old}, got learner.correction=none", "set learner.correction=tis"),
             (learner.advantage == "opo", f"{old}, got learner.advantage=opo, exact on its own samples only", "take another one"),
             (hints > 0.0, f"{old}, got learner.hints.coef={hints:g}, which no importance weight corrects", "leave one out"),
+            (self.serve.enabled, "is of batches that are full, got serve.enabled=true, which takes smaller ones", "leave one out"),
             (learner.lora.per_role, "counts steps, got learner.lora.per_role=true, versions of roles", "leave one out"),
         )  # fmt: skip
         for is_bad, rule, remedy in refusals:
             if is_bad:
                 raise ValueError(f"buffer.replay.share {rule}; {remedy}")
+
+    def _check_serve(self) -> None:
+        if not self.serve.enabled:
+            if given := list(self.serve.model_dump(exclude_defaults=True)):
+                raise ValueError(
+                    f"serve.{given[0]} has an effect with serve.enabled only, got false; start it by `understudy serve`"
+                )
+            return
+        needed = {
+            "server.processes": (self.server.processes, 1), "buffer.node": (self.buffer.node, ""),
+            "buffer.group_size": (self.buffer.group_size, 1), "learner.stage": (self.learner.stage, "rl"),
+            "roles": (self.roles, {}), "data.reward_manager": (self.data.reward_manager, "naive"),
+            "data.tasks": (self.data.tasks, ""),
+        }  # fmt: skip
+        for key, (value, only) in needed.items():
+            if value != only:
+                raise ValueError(
+                    f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
+                )
+        if self.serve.gate.tasks and not self.learner.lora.rank:
+            raise ValueError(
+                f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
+                f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
+            )
+        if not self.serve.judge.model and (given := list(self.serve.judge.model_dump(exclude_defaults=True))):
+            raise ValueError(
+                f"serve.judge.{given[0]} has an effect with serve.judge.model only, got none; set that to policy, or a URL"
+            )
+        if self.serve.judge.model not in ("", "policy") and not self.serve.judge.model.startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                f"serve.judge.model must be policy, or the URL of an OpenAI-compatible API, got {self.serve.judge.model!r:.80}; "
+                f"set it to one"
+            )
+        if self.serve.gate.tasks and not self.data.scorer:
+            raise ValueError(
+                "serve.gate.tasks are scored by data.scorer, got ''; set data.scorer=exact_match, or another"
+            )
 
     def _check_sft(self) -> None:
         sft = self.sft

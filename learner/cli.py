@@ -33,6 +33,9 @@ commands, each with a --help of its own:
                                             --real: SmolLM2-135M learns sums, in about ten (PyPI has the model)
   init [FOLDER]                             write a small project of your own: an agent, its tasks, a configuration
   run [--config FILE] [section.key=value]   train; FILE is yours, or a shipped one by its name, such as walk_env
+  serve [--config FILE] [section.key=value] answer agents that are in use already, and learn from what people say of it;
+                                            serve keys add NAME: a key for one of its users
+  feedback RUN --session NAME --score X ... what you think of a session or an answer, in a score, in words, or both
   resume [RUN] [section.key=value ...]      resume a run from its newest checkpoint: runs/NAME, or a checkpoint in it
   check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
   import SOURCE ... --out FILE.parquet      sessions of Claude Code, Codex and others, chat sets: demonstrations, or tasks
@@ -85,6 +88,31 @@ def demo(words: list[str]) -> int:
     if not {"-h", "--help"} & set(rest) and (_conflicts() or smollm2.main([])):
         return 2
     return _run(["--config", "smollm2", *rest], program="understudy run")
+
+
+def serve(words: list[str]) -> int:
+    """A run without tasks, which is resumed where it was; `serve keys`: its users' keys."""
+    if words[:1] == ["keys"]:
+        from learner.live import keys
+        from mocked_server.live_keys import LiveKeys
+
+        return keys(words[1:], users=LiveKeys)
+    if words and words[0] in ("promote", "rollback", "status"):
+        from learner.live import versions
+
+        return versions(words[0], words[1:])
+    more = ["--resume", "auto"] if "--resume" not in words else []
+    named = [] if any(word == "--config" or word.startswith("--config=") for word in words) else ["--config", "live"]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    others = [word for word in words if word not in overrides]
+    return _run([*named, *others, *more, *overrides, "serve.enabled=true"], program="understudy serve")
+
+
+def feedback(words: list[str]) -> int:
+    """Tells a run that serves users what is thought of a session."""
+    from learner import live
+
+    return live.feedback(words)
 
 
 def resume(words: list[str]) -> int:
@@ -320,6 +348,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "init": init,
     "run": run,
+    "serve": serve,
+    "feedback": feedback,
     "resume": resume,
     "check": check,
     "import": import_logs,

@@ -222,8 +222,8 @@ class RoleModels:
         if self.followers:
             own = folder / "earlier"
             own.mkdir(exist_ok=True)
-            weights.earlier = EarlierVersions(own, followers=list(self.followers.values()), say=say)
-            await weights.earlier.begin(checkpoint=first)
+            weights.earlier = earlier = EarlierVersions(own, followers=list(self.followers.values()), say=say)
+            await earlier.begin(checkpoint=first)
 
 
 def role_names(config: Config) -> tuple[str, ...]:

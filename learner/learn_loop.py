@@ -27,6 +27,7 @@ from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.saving import save_checkpoint
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
+from learner.live_versions import Versions
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.run_metrics import GenerationTotals, History
@@ -51,6 +52,8 @@ class Schedule:
     """A first save is made and thrown away while the first batch is awaited: what cannot be saved ends the run before it learns."""
     sleep: bool = False
     """The engine's memory is freed while the learner updates."""
+    patience_s: float | None = None
+    """Seconds after which a batch is smaller than `buffer.groups_per_step`; None: never."""
     per_role: bool = False
     """Each role is a policy of its own, with versions of its own; then the step's number is no policy's version."""
 
@@ -89,6 +92,7 @@ class LearnLoop:
         validation: Validation | None = None,
         checkpoint: Checkpoint | None = None,
         agreement: Agreement | None = None,
+        versions: Versions | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._schedule = schedule
@@ -106,6 +110,10 @@ class LearnLoop:
         self._validation = validation
         self._checkpoint = checkpoint
         self._agreement = agreement
+        self._users = versions
+        """What users are served: a candidate every so many steps, and the learner goes back where one is refused."""
+        self._new_sessions: list[str] = []
+        """Trained since the candidate before."""
         self._on_begun = on_begun
         self._probed = -1
         """The step after which engines were compared with the learner last; -1: they were not yet."""
@@ -139,7 +147,8 @@ class LearnLoop:
         self._on_begun()
         self._validate()
         if self.step == 0 and self._schedule.tries_save:
-            self._saving = asyncio.create_task(self._save(keeps=False), name="try a save")
+            keeps = self._users is not None  # what a refused candidate goes back to
+            self._saving = asyncio.create_task(self._save(keeps=keeps), name="try a save")
         try:
             while True:
                 try:
@@ -207,8 +216,25 @@ class LearnLoop:
                 self._restart_limit.reset()
                 await self._report(batch, {**metrics, **times}, of_roles=before)
                 self._validate()
-            if every and step % every == 0 and step < self._schedule.run.steps:
+            if self._users is not None:
+                await self._offer(self._users, batch, metrics)
+            elif every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
+
+    async def _offer(self, users: Versions, batch: TrainBatch, metrics: dict[str, float]) -> None:
+        """Every so many steps the newest version is a candidate. Where it is refused the learner goes back to what it was after the
+        candidate before; what is saved is the state that it continues from."""
+        self._new_sessions += sorted({row.episode_id for row in batch.rows})
+        if self.step % users.gate.every:
+            return
+        sessions, self._new_sessions = self._new_sessions, []
+        self.activity = "gate"
+        self._pool.unpause()
+        is_promoted = await users.admit(self.step, episodes=sessions, entropy=metrics.get("policy/entropy"))
+        await self._saved()
+        if not is_promoted and self._checkpoint is not None:
+            await self._learner.ranks.load(self._checkpoint.learner)
+        self._saving = asyncio.create_task(self._save(), name="save")
 
     async def _recover(self, death: RankDied) -> None:
         """The learner's processes died: new ones, with the state of the newest checkpoint. What was trained since is trained
@@ -234,8 +260,10 @@ class LearnLoop:
 
     @property
     def _oldest(self) -> int:
-        """The version of the policy; of the role whose version is the lowest, where roles have their own."""
-        return min(self._versions.values(), default=self.step)
+        """The version of the policy; of the role whose version is the lowest, where roles have their own; the one that users are
+        served, where that is older."""
+        served = self._users.served if self._users is not None else None
+        return min([*self._versions.values(), *([] if served is None else [served])], default=self.step)
 
     async def _publish(self) -> dict[str, float]:
         return await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
@@ -254,7 +282,11 @@ class LearnLoop:
                 return batch
         self._num_again = 0
         self._pool.unpause()
-        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version, replay=replay))
+        self._sampling = asyncio.create_task(
+            self._rounds.sample(
+                num_groups, min_version=min_version, replay=replay, patience_s=self._schedule.patience_s
+            )
+        )
         dying = asyncio.create_task(self._learner.ranks.until_dead())  # a learner that dies now is started again now
         try:
             await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)

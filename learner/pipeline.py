@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -37,7 +38,7 @@ from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_
 from agents.harbor.trials import HarborTrials
 from agents.workers.manager import AgentLoopManager
 from buffers.disk import until_taken
-from buffers.errors import TaskError
+from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
@@ -49,6 +50,7 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_version
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.live_versions import SERVED, Versions
 from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
@@ -73,6 +75,8 @@ from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
+from mocked_server.live_keys import LiveKeys
+from mocked_server.next_turn import ChatModel
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
@@ -90,6 +94,8 @@ from mocked_server.vllm.hosted.program import HostSettings
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
+USERS_VERSIONS = 16
+"""Versions that ranks keep to check what users were told, however old what they learn from may be."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
@@ -177,11 +183,17 @@ class Pipeline:
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_joined: Callable[[], None] = lambda: None
+        self._only_serves = False
+        """Learning has failed; users are served on."""
+        self._versions: Versions | None = None
+        """Those that users may be served."""
         self._played: asyncio.Future[Play] | None = None
         """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
     def stop(self) -> bool:
-        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
+        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, or any more: the caller cancels `run`."""
+        if self._only_serves:
+            return False
         return self._has_ended or (self._learn is not None and self._learn.stop())
 
     async def run(self) -> None:
@@ -227,6 +239,8 @@ class Pipeline:
             records_experts=config.learner.router_replay,
         )  # fmt: skip
         server.on_ended = generation.forget
+        if server.sessions is not None:
+            generation.on_round = server.sessions.recorded
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
         main: Callable[[], Coroutine[Any, Any, None]]
@@ -245,7 +259,7 @@ class Pipeline:
                 weights=weights,
                 generation=generation,
             )
-            main = self._learn.run
+            main = partial(self._learn_for_users, self._learn) if config.serve.enabled else self._learn.run
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
@@ -330,6 +344,7 @@ class Pipeline:
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
             more={"longest_row": config.rollout.max_model_len, "replay_lag": config.buffer.replay.oldest}
+            | ({"most_checked": USERS_VERSIONS} if config.serve.enabled else {})
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )
@@ -494,6 +509,9 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
+            if config.serve.enabled and config.learner.lora.rank:
+                weights.earlier = self._versions = self._make_versions(players, engine, ledger=buffers.ledger)
+                await self._versions.begin()
             await others.start_beside(
                 engine, folder=self._folder, weights=weights, first=self._remote.first, say=self._display.note
             )
@@ -508,11 +526,27 @@ class Pipeline:
             )  # fmt: skip
             stack.push_async_callback(server.close)
             server.attach_engine(engine)
+            if config.serve.enabled:
+                server.serve_users(
+                    buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
+                    words_count=config.learner.advantage == "none", adapter=SERVED if self._versions else "",
+                    version=lambda: engine.version if self._versions is None else self._versions.served or 0,
+                )  # fmt: skip
+                server.versions = self._versions
+                if (judge := config.serve.judge).model:
+                    key = os.environ.get(judge.key_variable, "")
+                    asked = None if judge.model == "policy" else ChatModel(judge.model, model=judge.name, key=key).ask
+                    server.judge_next_turns(judge, ask=asked)
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
         return Serving(engine=engine, engines=engines, server=server, buffers=buffers, others=others)
+
+    def _make_versions(self, players: Players, engine: EngineFleet, *, ledger: Ledger) -> Versions:
+        gate = self._config.serve.gate
+        read = partial(task_list, Path(gate.tasks), agent_name=players.default) if gate.tasks else None
+        return Versions(self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note)
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -528,6 +562,8 @@ class Pipeline:
         )
 
     def _engine_died(self, name: str, error: Exception) -> None:
+        if self._config.serve.enabled:  # users are served as long as there is a way
+            self._restart_limit.excuse("engine")
         self._restart_limit.record("engine", error, name=name)
 
     @property
@@ -619,6 +655,7 @@ class Pipeline:
                 start=self._start,
                 tries_save=not self._resume,
                 sleep=config.rollout.sleep,
+                patience_s=config.serve.batch_age_s if config.serve.enabled else None,
                 per_role=bool(config.adapter_roles),
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             ),
@@ -633,7 +670,12 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=lambda: players.figures() | serving.engines.metrics() | serving.others.figures(),
+                more_figures=lambda: (
+                    players.figures()
+                    | serving.engines.metrics()
+                    | serving.others.figures()
+                    | (serving.server.sessions.figures() if serving.server.sessions else {})
+                ),
                 traces=Traces(self._folder, decode=serving.server.decode, start=self._start),
                 tokens=TokenFiles(self._folder, start=self._start),
             ),
@@ -641,8 +683,19 @@ class Pipeline:
             validation=self._make_validation(players, serving.buffers.ledger),
             checkpoint=self._checkpoint,
             agreement=self.agreement,
+            versions=self._versions,
             on_begun=partial(write_config, self._folder, config),
         )
+
+    async def _learn_for_users(self, learn: LearnLoop) -> None:
+        """Learn; where that fails users are served on, until the run is stopped."""
+        try:
+            return await learn.run()
+        except UnderstudyError as error:
+            self._only_serves = True
+            learn.activity = "failed"
+            self._display.note(f"learning has ended, users are served on: {error}; start it again to learn again")
+        await asyncio.Event().wait()
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:
         data = self._config.data
@@ -845,7 +898,9 @@ def engine_settings(
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
         lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
-        kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
+        kept_versions=4
+        if config.serve.enabled
+        else max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
         router_replay=config.learner.router_replay and not evaluates,
         trust_remote_code=config.model.trust_remote_code,

@@ -148,6 +148,8 @@ class Generation:
     """The roles that are adapters of their own."""
     records_experts: bool = False
     """Outputs have the experts of tokens."""
+    on_round: Callable[[Prompt, Round], object] = lambda *_: None
+    """Called with each round of an answer, once it is on its way to the ledger."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     _answers: defaultdict[str, list[_Answer]] = field(default_factory=lambda: defaultdict(list))
     """Episode -> its answers that are generated now."""
@@ -319,6 +321,7 @@ class Generation:
                     role=prompt.role,
                 )
                 responses[number], stored = replace(response, round_index=round_.round_index), self._put(round_)
+                self.on_round(prompt, round_)
         return responses, stored
 
     def _episode_of(self, prompt: Prompt) -> LiveEpisode | None:

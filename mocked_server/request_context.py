@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,8 @@ import numpy as np
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from buffers.training_rows import ABORTED
-from mocked_server.conversation.continuation import Continuation
+from mocked_server.conversation.chat_history import Conversation
+from mocked_server.conversation.continuation import Continuation, Parse
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.fleet.member import Sampled, logprobs_of
 
@@ -40,11 +42,21 @@ NO_ROLE = Role("", True)
 """The policy, in a run without roles."""
 
 
+ChooseByChat = Callable[[Conversation, Parse], Awaitable[LiveEpisode]]
+ChooseByBody = Callable[[Mapping[str, Any]], Awaitable[LiveEpisode | ChooseByChat]]
+
+
 @dataclass(slots=True)
 class Call:
     """A request of `live`'s agent. `continuation` is set once a chat was rendered."""
 
     live: LiveEpisode
+    by_body: ChooseByBody | None = None
+    """Finds the session that a request with a user's key belongs to. None: the key is an episode's."""
+    by_chat: ChooseByChat | None = None
+    """The same by its messages, where the body did not tell."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Ends with the request."""
     continuation: Continuation | None = None
     generates: bool = False
     """A generation was begun for it."""
@@ -69,6 +81,11 @@ class Call:
     def is_answered(self) -> bool:
         """All that was asked for was sampled, and vLLM's layer has it."""
         return self.failure is None and bool(self.answers) and all(self.answers)
+
+    def join(self, live: LiveEpisode) -> None:
+        """The request is this episode's: its agent lives while it is answered."""
+        self.live = live
+        self.held.enter_context(live.answering())
 
     async def apart(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of `work`, which takes time in proportion to the body: of a large one in a thread, so that the event loop goes

@@ -25,6 +25,7 @@ from buffers.errors import (
     EpisodeError,
     ScoreError,
     StorageFull,
+    TaskError,
     UnderstudyError,
     UnknownEpisode,
 )
@@ -36,7 +37,7 @@ from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
@@ -48,6 +49,10 @@ from mocked_server.http.roles import Roles
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
+from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import LiveSessions
+from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
+from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
@@ -69,6 +74,14 @@ class ScoreSink(Protocol):
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
         that is called without may lack the parameter."""
         ...
+
+
+class VersionService(Protocol):
+    """`learner.live_versions.Versions`."""
+
+    async def promote(self, version: int) -> None: ...
+    async def rollback(self, version: int | None = None) -> int: ...
+    def status(self) -> dict[str, Any]: ...
 
 
 class MockedServer:
@@ -105,6 +118,10 @@ class MockedServer:
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
+        self.versions: VersionService | None = None
+        """Those that users may be served; None: there is one, the newest."""
+        self.sessions: LiveSessions | None = None
+        """Those of users, whose agents nobody starts; None: there are none."""
         self.engines: EngineWatch | None = None
         """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
@@ -196,6 +213,10 @@ class MockedServer:
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
             self._tasks.append(asyncio.create_task(self._dispatch.run(), name="dispatch"))
+        if self.sessions is not None:
+            self._tasks.append(asyncio.create_task(self.sessions.run(), name="end silent sessions"))
+            if self.sessions.judge is not None:
+                self._tasks.append(asyncio.create_task(self.sessions.judge.run(), name="judge next turns"))
         if self.processes is not None:
             self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
@@ -211,6 +232,7 @@ class MockedServer:
                 is_full=lambda: self.pool.is_full,
                 elsewhere=None if self.processes is None else self.processes.elsewhere,
                 has_roles=self._roles is not None,
+                sessions=self.sessions,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],
@@ -314,6 +336,76 @@ class MockedServer:
         self.open_episode(episode)
         if self.processes is not None:
             self.processes.begun(episode.episode_id)
+        self._restore(episode, rounds)
+
+    def serve_users(
+        self,
+        ledger: Ledger,
+        *,
+        keys: LiveKeys,
+        silence_s: float,
+        words_count: bool,
+        version: Callable[[], int],
+        adapter: str,
+    ) -> LiveSessions:
+        """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
+
+        def restore(episode: Episode, rounds: Sequence[Round]) -> LiveEpisode:
+            self.episodes.open(episode)
+            self._restore(episode, rounds)
+            return self.episodes.get(episode.episode_id)
+
+        self.sessions = LiveSessions(
+            ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
+            adapter=adapter, decode=self.decode, restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+        )  # fmt: skip
+        return self.sessions
+
+    def judge_next_turns(self, settings: NextTurnSettings, *, ask: Ask | None) -> None:
+        """Have the answers to users judged by what is said next. `ask`: the model; None: the policy. Before `start`."""
+        assert self.sessions is not None, "serve_users() first"
+        sessions = self.sessions
+
+        async def tell(episode_id: str, round_index: int, score: float, hint: str) -> None:
+            await sessions.feedback(
+                user=None,
+                session=episode_id,
+                response_id="",
+                round_index=round_index,
+                score=score,
+                text=hint,
+                source=SOURCE,
+            )
+
+        sessions.judge = NextTurnJudge(settings, ask=ask or self._client.answer, tell=tell)
+
+    def user_of(self, key: str) -> str | None:
+        """Whose key this is; None: no user's."""
+        return None if self.sessions is None else self.sessions.keys.user_of(key)
+
+    async def change_version(self, action: str, version: int | None) -> dict[str, Any]:
+        """Serve another version to users: `promote` one, or `rollback`; `status`: change nothing. What is known of all, afterwards.
+        Raises UnderstudyError."""
+        if self.versions is None:
+            raise TaskError(
+                "versions are kept in a run of `understudy serve` with learner.lora.rank > 0, and this is none; start one"
+            )
+        if action == "rollback":
+            await self.versions.rollback(version)
+        elif action == "promote" and version is not None:
+            await self.versions.promote(version)
+        return self.versions.status()
+
+    async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]:
+        """Store what is thought of a session, a round or an answer. `user`: None may speak of all. Raises UnknownEpisode."""
+        if self.sessions is None:
+            raise UnknownEpisode(
+                "feedback is of users' sessions, and this run serves none; start it by `understudy serve`"
+            )
+        taken = await self.sessions.feedback(user=user, **said)
+        return taken._asdict()
+
+    def _restore(self, episode: Episode, rounds: Sequence[Round]) -> None:
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.episodes.get(episode.episode_id).restore(rounds, decode=decode)
@@ -427,6 +519,7 @@ class MockedServer:
             "prompts_waiting": self.prompt_queue.qsize(),
             **self.episodes.metrics(),
             **self.pool.metrics(),
+            **({} if self.sessions is None else self.sessions.figures()),
             "engines": {} if self.engines is None else self.engines.status(),
             **({} if self.processes is None else {"processes": self.processes.status()}),
         }

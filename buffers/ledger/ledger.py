@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import batches, checkpoints, episodes, scores, validation
+from buffers.ledger import batches, checkpoints, episodes, scores, sessions, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode
 from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of, why_not_stored
@@ -215,6 +215,11 @@ class Ledger:
     restore = _method(checkpoints.restore)
     times_opened = _method(checkpoints.times_opened)
     group_outcomes = _method(checkpoints.group_outcomes)
+    open_session = _method(sessions.open_session)
+    running_sessions = _method(sessions.running_sessions)
+    name_answer = _method(sessions.name_answer)
+    give_feedback = _method(sessions.give_feedback)
+    settle_session = _method(sessions.settle_session)
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""

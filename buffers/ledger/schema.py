@@ -19,7 +19,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.group_commit import is_passing, why_not_stored
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
@@ -111,7 +111,7 @@ CREATE TABLE round(
 );
 
 -- Every score that was reported: what was stored, what changed it, and what was refused. The latest that was stored or
--- revised counts. part: a round, or the branch that trains this round, or a role; whole: the episode.
+-- revised counts; words are a hint alone. part: a round, or the branch that trains this round, or a role; whole: the episode.
 CREATE TABLE score(
     score_id    INTEGER PRIMARY KEY AUTOINCREMENT,
     episode_id  TEXT NOT NULL REFERENCES episode(episode_id),
@@ -120,7 +120,7 @@ CREATE TABLE score(
     role        TEXT NOT NULL DEFAULT '',
     judge       TEXT NOT NULL DEFAULT '',
     value       REAL NOT NULL CHECK (abs(value) < {MAX_SCORE}),
-    verdict     TEXT NOT NULL CHECK (verdict IN ('stored', 'revised', 'conflict', 'closed', 'no rounds')),
+    verdict     TEXT NOT NULL CHECK (verdict IN ('stored', 'revised', 'conflict', 'closed', 'no rounds', 'words')),
     hint        TEXT,  -- what the judge would have told the policy
     told_at     REAL DEFAULT ({_NOW}),
     CHECK ((part IN ('whole', 'role')) = (round_index IS NULL)),
@@ -128,6 +128,23 @@ CREATE TABLE score(
     FOREIGN KEY (episode_id, round_index) REFERENCES round(episode_id, round_index)
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);
+
+-- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
+-- calls it ('': nothing), and whether its calls stand beside the main line.
+CREATE TABLE session(
+    episode_id TEXT PRIMARY KEY REFERENCES episode(episode_id),
+    user       TEXT NOT NULL,
+    name       TEXT NOT NULL,
+    is_side    INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX session_by_name ON session(user, name);
+
+-- The round that is the answer to a request, by the id that the client has read in it.
+CREATE TABLE answer(
+    request_id  TEXT PRIMARY KEY,
+    episode_id  TEXT NOT NULL REFERENCES session(episode_id),
+    round_index INTEGER NOT NULL
+) WITHOUT ROWID;
 
 -- A lease lives as long as the process that has the file open. max_trained: how often it may be that a group of it is trained.
 CREATE TABLE lease(

@@ -75,6 +75,22 @@ def notify_score(
     return True
 
 
+def say(db: sqlite3.Connection, *, row: EpisodeRow, detail: ScoreDetail) -> bool:
+    """Store words without a score: a hint. False: these were the last words of this judge on this."""
+    _check_part(db, row=row, detail=detail)
+    part, round_index = _part(detail)
+    last = db.execute(
+        "SELECT hint FROM score WHERE episode_id = ? AND part = ? AND round_index IS ? AND judge = ? AND verdict = 'words' "
+        "ORDER BY score_id DESC LIMIT 1",
+        (row.episode_id, part, round_index, detail.judge),
+    ).fetchone()
+    if last == (detail.hint,):
+        return False
+    _check_room(db, episode_id=row.episode_id)
+    _record(db, row=row, score=0.0, detail=detail, verdict="words")
+    return True
+
+
 def settle(db: sqlite3.Connection, *, episode_id: str, drop_zero_variance: bool) -> bool:
     """End a running episode with the scores that its judges gave so far; False: none gave one, or it cannot be trained."""
     row = read_episode(db, episode_id=episode_id)
@@ -108,7 +124,8 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
         (episode_id,),
     ).fetchall()
     hint = db.execute(
-        f"SELECT hint FROM score WHERE episode_id = ? AND hint IS NOT NULL AND {_COUNTS} ORDER BY score_id DESC LIMIT 1",
+        "SELECT hint FROM score WHERE episode_id = ? AND hint IS NOT NULL AND verdict IN ('stored', 'revised', 'words') "
+        "ORDER BY score_id DESC LIMIT 1",
         (episode_id,),
     ).fetchone()
     return EpisodeScores(

@@ -71,6 +71,12 @@ class Node(Protocol):
     async def close(self) -> None: ...
 
 
+class KeepsVersions(Protocol):
+    """Copies each version that engines were given: `EarlierVersions`, `learner.live_versions.Versions`."""
+
+    async def published(self, folder: Path, *, version: int) -> None: ...
+
+
 class WeightSync:
     """One per run. `run`: the run's folder. `adapter`: only an adapter (LoRA) is trained and travels. `host`: the address at which
     other nodes reach this one, `secret`: of the wire between them. `rank_nodes`: the node of each rank, by Ray's name; empty for
@@ -104,8 +110,8 @@ class WeightSync:
         """Serves what is pulled here, to nodes that join late."""
         self._nodes: dict[str, Node] = {}
         self._joining = asyncio.Lock()
-        self.earlier: EarlierVersions | None = None
-        """Keeps versions for the roles that play earlier ones."""
+        self.earlier: KeepsVersions | None = None
+        """Keeps versions, for the roles that play earlier ones or for users."""
         self._newest: str | None = None
         self._saved: tuple[Path, Path] | None = None
         """The folder of `saved`, and what it is of."""

@@ -48,6 +48,8 @@ class RunBuffers:
 
 def agents_outlive(config: Config) -> bool:
     """Whether agents live on when the run's process dies: the user started them, and the server keeps its address."""
+    if config.serve.enabled:
+        return True
     others = config.agents.command or config.agents.loops or config.env.harbor.agent
     return not others and config.server.port != 0
 

@@ -91,6 +91,8 @@ class LiveEpisode:
     episode: Episode
     worker: str | None = None
     """Name of the worker that leased it, empty for those without one; None: it is played in this project."""
+    adapter: str = ""
+    """The adapter that its requests are answered with, by name; empty: the newest of the policy."""
     requests: int = 0
     """Being answered now."""
     heard: float = field(default_factory=time.monotonic)
@@ -265,18 +267,23 @@ class Episodes:
 
     def silent(self, seconds: float) -> list[str]:
         """Those with an agent that was not heard for so long."""
+        return [live.episode_id for live in self.quiet(seconds) if live.worker is not None]
+
+    def quiet(self, seconds: float) -> list[LiveEpisode]:
+        """Those of which nothing was heard for so long."""
         since = time.monotonic() - seconds
-        return [
-            name
-            for name, live in self._live.items()
-            if live.worker is not None and live.requests == 0 and live.heard < since
-        ]
+        return [live for live in self._live.values() if live.requests == 0 and live.heard < since]
 
     def close(self, episode_id: str, reason: str) -> None:
         """Stop serving an episode; closing one that is not open only records the reason."""
         if (live := self._live.pop(episode_id, None)) is not None:
             live.drop()
         self._closed.setdefault(episode_id, reason)
+
+    def forget(self, episode_id: str) -> None:
+        """Give up what is remembered of an episode that stays open; it can be restored from the ledger."""
+        if (live := self._live.pop(episode_id, None)) is not None:
+            live.drop()
 
     def metrics(self) -> dict[str, Any]:
         """Sizes for the status page."""

@@ -40,6 +40,7 @@ from mocked_server.http.dialects import (
     spoken,
 )
 from mocked_server.keys import PREFIX, KeyRing
+from mocked_server.live_sessions import LiveSessions
 from mocked_server.request_context import Call, current_call
 
 PATH_PREFIX = "/e/"
@@ -91,6 +92,8 @@ class Attribution:
     """Gets an episode that is not known here yet."""
     has_roles: bool = False
     """A path may name a role after the key."""
+    sessions: LiveSessions | None = None
+    """Knows the keys of users, whose agents nobody starts. None: there are none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +117,7 @@ class Attribution:
             if path not in ROUTES:
                 await self.others(scope, receive, send)
                 return
-            call = await self._call(key, path)
+            call = await self._call(key, path, scope["headers"])
         except Failure as failure:
             await failure.answer(send, spoken(path, scope["headers"]))
             return
@@ -122,15 +125,17 @@ class Attribution:
             call.asked_role = role
         token = current_call.set(call)
         try:
-            with nullcontext() if call is None else call.live.answering():
+            with nullcontext() if call is None else call.held:
+                if call is not None:
+                    call.join(call.live)
                 await self.models(scope, receive, send)
         finally:
             current_call.reset(token)
 
-    async def _call(self, key: str | None, path: str) -> Call | None:
+    async def _call(self, key: str | None, path: str, headers: list[tuple[bytes, bytes]]) -> Call | None:
         """None: no episode is asked for. Raises Failure."""
         try:
-            call = await self._opened(key, path)
+            call = await self._opened(key, path, headers)
         except EpisodeClosed as error:
             raise Failure(403, str(error), code="episode_closed") from error
         except EpisodeError as error:
@@ -140,9 +145,13 @@ class Attribution:
             raise Failure(503, why, code="storage_full", retry_after_s=RETRY_AFTER_S)
         return call
 
-    async def _opened(self, key: str | None, path: str) -> Call | None:
+    async def _opened(self, key: str | None, path: str, headers: list[tuple[bytes, bytes]]) -> Call | None:
         if key is None:
             raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
+        if self.sessions is not None and (user := self.sessions.keys.user_of(key)) is not None:
+            if path not in GENERATING:
+                return None
+            return Call(self.sessions.door_of(user), by_body=self.sessions.chooser(user, path, headers))
         episode_id = self.keys.episode_of(key)
         if episode_id is not None and path not in CLOSED_TO_EPISODES:
             return Call(self.episodes.get(episode_id) if self.find is None else await self.find(episode_id))

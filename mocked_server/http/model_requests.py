@@ -12,12 +12,13 @@ import logging
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mocked_server.client_retries import Answer, TakenOver
+from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.http.dialects import (
     FAILURES,
     GENERATE,
@@ -110,6 +111,13 @@ class ModelRequests:
         call.num_bytes = len(body)
         if self.observer is not None:
             self.observer.request(call, path, body)
+        if call.by_body is not None:
+            asked = await call.apart(_object_of, body)
+            chosen = None if asked is None else await call.by_body(asked)
+            if isinstance(chosen, LiveEpisode):
+                call.join(chosen)
+            else:
+                call.by_chat = chosen
         if self._roles is not None:
             body = await call.apart(self._roles.settle, call, body)
             if (upstream := self._roles.upstream_of(call.role)) is not None:
@@ -286,6 +294,15 @@ class _Reply:
         self.has_begun = self.has_begun or bool(held)
         for each in held:
             await self.send(each)
+
+
+def _object_of(body: bytes) -> dict[str, Any] | None:
+    """The fields of a body; None: it has none, which is refused where it is read for good."""
+    try:
+        read = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _digest(body: bytes, key: bytes) -> bytes:

@@ -7,7 +7,9 @@ Prometheus' client.
 | `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
 | `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`; see `ScoreBody`  |
 | `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
+| `POST /feedback` | user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key will do |
 | `GET /health`    | none   | 200 while the server answers                                                      |
+| `POST /versions` | admin  | serves another version to users: see `VersionBody` |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
 
 A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
@@ -25,7 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -45,7 +47,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
+from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, MAX_SESSION_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.fleet.engine_watch import kv_share
 from mocked_server.fleet.member import EngineFigures
@@ -72,6 +74,12 @@ class EpisodeService(Protocol):
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
     def episode_view(self, episode_key: str) -> dict[str, Any]: ...
+    def user_of(self, key: str) -> str | None:
+        """Whose key this is, in a run that serves users."""
+        ...
+
+    async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]: ...
+    async def change_version(self, action: str, version: int | None) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
     def engine_figures(self) -> Sequence[EngineFigures]: ...
     def check_storage(self) -> None:
@@ -121,6 +129,49 @@ class ScoreBody(BaseModel):
         return None if detail == ScoreDetail() else detail
 
 
+class FeedbackBody(BaseModel):
+    """A score, words or both, of exactly one of a session (with or without one of its rounds) and an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    session: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    """The session's name, as its client sends it, or its id."""
+    response_id: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    """The id that the client has read in an answer."""
+    round_index: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """A model call of the session, counted from 0 as they end."""
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    text: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
+    """What should have been otherwise, in words."""
+    source: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
+    """Name of who says it: a later score of the same source takes the place of the one before."""
+
+    @model_validator(mode="after")
+    def _one(self) -> FeedbackBody:
+        if bool(self.session) == bool(self.response_id):
+            raise ValueError("exactly one of session and response_id must be given")
+        if self.response_id and self.round_index is not None:
+            raise ValueError("round_index counts the calls of a session; an answer is one")
+        if self.score is None and not self.text:
+            raise ValueError("score or text must be given")
+        if not self.source.isprintable():
+            raise ValueError("source must be printable")
+        return self
+
+
+class VersionBody(BaseModel):
+    """promote: serve this version; rollback: this one, or the one before; status: change nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    action: Literal["promote", "rollback", "status"]
+    version: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> VersionBody:
+        if self.action == "promote" and self.version is None:
+            raise ValueError("version must be given to promote")
+        return self
+
+
 class TasksBody(BaseModel):
     """Rows as in a task file."""
 
@@ -168,6 +219,15 @@ def build_app(service: EpisodeService) -> FastAPI:
         stored = await service.notify_score(body.episode_id, body.score, detail=body.detail())
         return {"episode_id": body.episode_id, "stored": stored}
 
+    @app.post("/feedback")
+    async def feedback(body: FeedbackBody, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+        given = _bearer(authorization)
+        user = service.user_of(given)
+        if user is None and not service.keys.same(given, service.keys.scorer):
+            raise _Unauthorized("feedback needs a user's key, or the scorer's, as `Authorization: Bearer <key>`")
+        service.check_storage()
+        return await service.feedback(user=user, **body.model_dump())
+
     @app.get("/episode", dependencies=[its_scorer])
     async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
         return service.episode_view(x_episode_key)
@@ -185,6 +245,10 @@ def build_admin_app(service: EpisodeService) -> FastAPI:
     async def add_tasks(body: TasksBody) -> dict[str, int]:
         service.check_storage()
         return {"added": await service.add_tasks(body.tasks)}
+
+    @app.post("/versions", dependencies=admin)
+    async def versions(body: VersionBody) -> dict[str, Any]:
+        return await service.change_version(body.action, body.version)
 
     @app.get("/status", dependencies=admin)
     async def status() -> dict[str, Any]:
@@ -228,13 +292,16 @@ def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | Non
     """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
     def check(authorization: Annotated[str, Header()] = "") -> str:
-        given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-        whose = opens(service.keys, given)
+        whose = opens(service.keys, _bearer(authorization))
         if whose is None:
             raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
         return whose
 
     return Depends(check)
+
+
+def _bearer(authorization: str) -> str:
+    return authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
 
 
 class _Unauthorized(UnderstudyError):

@@ -97,6 +97,9 @@ class ExactRendering:
             return await self._render(conversations, chat_params, *args, **kwargs)
         asked = await call.apart(ChatOptions.of, chat_params.chat_template_kwargs, chat_params.tool_choice)
         check_template_inputs(asked.num_chars)
+        if call.by_chat is not None:
+            by_chat, call.by_chat = call.by_chat, None
+            call.join(await by_chat(await call.apart(Conversation.of, conversations[0], asked), self.parse))
         asked = call.live.known(asked)
         chat = await call.apart(Conversation.of, conversations[0], asked)
         _make_writable(chat.messages)

@@ -1,0 +1,177 @@
+"""Operations on sessions: episodes of agents that nobody starts, which are opened by their first request and scored by what people
+say of them, whenever they do.
+
+Called by `Ledger`, inside its transaction. Invariants: a session is one running episode at a time; once feedback has ended it,
+what its agent says next is another episode of the same name; feedback is of the user whose key opened the session.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import NamedTuple
+
+from buffers.errors import EpisodeClosed, ScoreConflict, UnderstudyError, UnknownEpisode
+from buffers.ledger.episodes import adopt_episode, read_episode
+from buffers.ledger.group_commit import operation
+from buffers.ledger.scores import notify_score, say, settle
+from buffers.records import EpisodeState, ScoreDetail
+
+REMEMBERED = 64
+"""Sessions of a user that the next ones are compared with."""
+
+
+class Session(NamedTuple):
+    """A session's running episode."""
+
+    episode_id: str
+    group_id: int
+    name: str
+    is_side: bool
+
+
+class FeedbackTaken(NamedTuple):
+    """What came of feedback."""
+
+    episode_id: str
+    round_index: int | None
+    is_new: bool
+    """False: the same was said before."""
+    trains: bool
+    """False: the session was trained already, or has ended otherwise; it is recorded only."""
+
+
+@operation(repeatable=True)
+def open_session(
+    db: sqlite3.Connection, *, episode_id: str, user: str, name: str, is_side: bool, version: int
+) -> Session:
+    """Open and start an episode for a session, under the caller's id."""
+    if adopt_episode(db, episode_id):
+        db.execute(
+            "UPDATE episode SET version = ?, started_at = (julianday('now') - 2440587.5) * 86400.0 WHERE episode_id = ?",
+            (version, episode_id),
+        )
+        db.execute("INSERT INTO session VALUES (?, ?, ?, ?)", (episode_id, user, name, is_side))
+    row = read_episode(db, episode_id=episode_id)
+    return Session(episode_id, row.group_id, name, is_side)
+
+
+@operation(repeatable=True)
+def running_sessions(
+    db: sqlite3.Connection, *, user: str, name: str, is_side: bool = False, limit: int = 1
+) -> list[Session]:
+    """The running episodes of a user's sessions of this name, the newest first."""
+    found = db.execute(
+        "SELECT episode_id, group_id, name, is_side FROM session JOIN episode USING (episode_id) WHERE user = ? AND name = ? "
+        "AND is_side = ? AND state = 'running' ORDER BY seq DESC LIMIT ?",
+        (user, name, is_side, limit),
+    )
+    return [Session(episode_id, group_id, name, bool(side)) for episode_id, group_id, name, side in found.fetchall()]
+
+
+def name_answer(db: sqlite3.Connection, *, request_id: str, episode_id: str, round_index: int) -> None:
+    """The client has read this id in the answer that is this round."""
+    db.execute(
+        "INSERT INTO answer VALUES (?, ?, ?) ON CONFLICT (request_id) DO NOTHING", (request_id, episode_id, round_index)
+    )
+
+
+@operation(refusable=True)
+def give_feedback(
+    db: sqlite3.Connection,
+    *,
+    user: str | None,
+    session: str,
+    response_id: str,
+    round_index: int | None,
+    score: float | None,
+    text: str,
+    source: str,
+) -> FeedbackTaken | UnderstudyError:
+    """Feedback on a session (its name or its episode's id), on a round of it, or on an answer by its id. `user`: None may speak of
+    everybody's sessions. A later score of the same source takes the place of the one before. Raises UnknownEpisode."""
+    episode_id, index = _meant(db, user=user, session=session, response_id=response_id, round_index=round_index)
+    row = read_episode(db, episode_id=episode_id)
+    detail = ScoreDetail(round_index=index, judge=source, final=False, revise=True, hint=text)
+    if score is None:
+        is_new = say(db, row=row, detail=detail)
+        return FeedbackTaken(episode_id, index, is_new, row.state == EpisodeState.RUNNING)
+    taken = notify_score(
+        db, episode_id=episode_id, score=score, detail=detail, max_attempts=1, drop_zero_variance=False
+    )
+    if isinstance(taken, EpisodeClosed | ScoreConflict):
+        return FeedbackTaken(episode_id, index, True, False)
+    if isinstance(taken, UnderstudyError):
+        return taken
+    return FeedbackTaken(episode_id, index, taken, True)
+
+
+@operation(repeatable=True)
+def settle_session(db: sqlite3.Connection, *, episode_id: str, words_count: bool) -> bool:
+    """End a session that has feedback: its score is the mean of what was said of the whole, else of its rounds. False: nothing was
+    said of it. `words_count`: a session of which only words were said is trained, too, with a score of 0."""
+    row = read_episode(db, episode_id=episode_id)
+    if row.state != EpisodeState.RUNNING:
+        return False
+    counts = "SELECT avg(value) FROM score WHERE episode_id = ? AND part = ? AND verdict IN ('stored', 'revised')"
+    (whole,) = db.execute(counts, (episode_id, "whole")).fetchone()
+    if whole is None:
+        latest = (
+            "SELECT avg(value) FROM score WHERE score_id IN (SELECT max(score_id) FROM score WHERE episode_id = ? "
+            "AND part = 'round' AND verdict IN ('stored', 'revised') GROUP BY round_index, judge)"
+        )
+        (mean,) = db.execute(latest, (episode_id,)).fetchone()
+        said = "SELECT 1 FROM score WHERE episode_id = ? AND verdict = 'words' LIMIT 1"
+        if mean is None and words_count and db.execute(said, (episode_id,)).fetchone():
+            mean = 0.0
+        if mean is None:
+            return False
+        notify_score(
+            db,
+            episode_id=episode_id,
+            score=mean,
+            detail=ScoreDetail(final=False),
+            max_attempts=1,
+            drop_zero_variance=False,
+        )
+    return settle(db, episode_id=episode_id, drop_zero_variance=False)
+
+
+def user_of(db: sqlite3.Connection, *, episode_id: str) -> str | None:
+    """Whose session it is; None: it is none."""
+    row = db.execute("SELECT user FROM session WHERE episode_id = ?", (episode_id,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def scored_before(db: sqlite3.Connection, *, user: str) -> float | None:
+    """The mean score of the newest `REMEMBERED` sessions of a user that were trained; None: there is none."""
+    (mean,) = db.execute(
+        "SELECT avg(score) FROM (SELECT score FROM session JOIN episode USING (episode_id) JOIN grp USING (group_id) "
+        "WHERE user = ? AND grp.state = 'trained' AND episode.state = 'scored' ORDER BY seq DESC LIMIT ?)",
+        (user, REMEMBERED),
+    ).fetchone()
+    return None if mean is None else float(mean)
+
+
+def _meant(
+    db: sqlite3.Connection, *, user: str | None, session: str, response_id: str, round_index: int | None
+) -> tuple[str, int | None]:
+    """(episode, round) that feedback is of."""
+    mine = "" if user is None else " AND user = :user"
+    if response_id:
+        found = db.execute(
+            f"SELECT episode_id, round_index FROM answer JOIN session USING (episode_id) WHERE request_id = :id{mine}",
+            {"id": response_id, "user": user},
+        ).fetchone()
+        what = f"response_id must be of an answer that was given to this key, got {response_id!r:.200}"
+    else:
+        found = db.execute(
+            "SELECT episode_id, NULL FROM session JOIN episode USING (episode_id) WHERE (name = :id OR episode_id = :id) "
+            f"AND is_side = 0{mine} ORDER BY seq DESC LIMIT 1",
+            {"id": session, "user": user},
+        ).fetchone()
+        what = (
+            f"session must be one of this key's, by the name that its client gave it or by its id, got {session!r:.200}"
+        )
+    if found is None:
+        raise UnknownEpisode(f"{what}; nothing is stored of it")
+    return found[0], found[1] if round_index is None else round_index

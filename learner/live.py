@@ -1,0 +1,127 @@
+"""`understudy serve keys` and `understudy feedback`: the users of a run that serves agents in use, and what they say of it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from buffers.errors import UnderstudyError
+from configs.load import ConfigError, load_config, shipped
+
+
+class Users(Protocol):
+    """The keys of a run's users: `mocked_server.live_keys.LiveKeys`."""
+
+    def read(self) -> dict[str, dict[str, Any]]: ...
+    def add(self, name: str) -> str: ...
+    def revoke(self, name: str) -> None: ...
+
+
+def keys(words: list[str], *, users: Callable[[Path], Users]) -> int:
+    """The exit code; 2 where there is nothing to do. `users`: those of the run in a folder."""
+    parser = argparse.ArgumentParser(
+        prog="understudy serve keys",
+        description="Keys that open the model API to the agents of a user. A key is shown once, and stored as a hash.",
+    )
+    parser.add_argument("action", choices=("add", "list", "revoke"))
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the user: letters, digits and _")
+    parser.add_argument(
+        "--config", type=Path, default=Path("live"), help="the configuration of `understudy serve` (default: live)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="its overrides, such as run.name=mine"
+    )
+    arguments = parser.parse_args(words)
+    if (arguments.action == "list") != (not arguments.name) and "=" not in arguments.name:
+        parser.error(f"{arguments.action} takes {'no name' if arguments.name else 'a NAME'}")
+    if "=" in arguments.name:
+        arguments.overrides.insert(0, arguments.name)
+    try:
+        config = load_config(shipped(arguments.config), [*arguments.overrides, "serve.enabled=true"])
+        keys = users(Path(config.run.dir) / config.run.name)
+        if arguments.action == "add":
+            print(keys.add(arguments.name))
+        elif arguments.action == "revoke":
+            keys.revoke(arguments.name)
+            print(f"the key of {arguments.name} opens nothing any more")
+        else:
+            for name, key in keys.read().items():
+                made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key["made"]))
+                print(f"{name:<20} made {made}{'  revoked' if key['revoked'] else ''}")
+    except (ConfigError, UnderstudyError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def versions(action: str, words: list[str]) -> int:
+    """`understudy serve promote | rollback | status`. The exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"understudy serve {action}", description="The versions that users of a live run are served."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    if action != "status":
+        parser.add_argument("version", type=int, nargs="?" if action == "rollback" else None, default=None)
+    arguments = parser.parse_args(words)
+    told = _ask(arguments.run, "admin", "versions", {"action": action, "version": getattr(arguments, "version", None)})
+    if told is None:
+        return 2
+    print(f"version {told['served']} is served")
+    if action == "status":
+        for each in told["versions"]:
+            gate = each.get("gate", {})
+            scored = f"  gate {gate['mean']:.3f} (parent {gate['parent_mean']:.3f})" if "mean" in gate else ""
+            print(
+                f"{each['version']:>6}  {each['state']:<9}{scored}  {len(each.get('sessions', []))} sessions  {each.get('why', '')}"
+            )
+    return 0
+
+
+def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of a running run; None, and the reason is printed."""
+    try:
+        place = dict(word.split("=", 1) for word in shlex.split((run / f"{who}.env").read_text(encoding="utf-8")))
+        headers = {"Authorization": f"Bearer {place[f'{who.upper()}_KEY']}"}
+        answer = httpx.post(f"{place['SERVER_URL']}/{route}", json=body, headers=headers, timeout=60.0)
+        told: dict[str, Any] = answer.json()
+    except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
+        print(f"understudy: RUN must be a live run that is running, got {run} ({error!r:.200})", file=sys.stderr)
+        return None
+    if answer.status_code != 200:
+        print(f"understudy: {told.get('error', {}).get('message', told)}", file=sys.stderr)
+        return None
+    return told
+
+
+def feedback(words: list[str]) -> int:
+    """The exit code: 0 it is stored, 2 it is not."""
+    parser = argparse.ArgumentParser(
+        prog="understudy feedback",
+        description="Tell a live run what you think of a session, or of an answer in it. Later feedback of the same source takes "
+        "the place of earlier one, until it was learned from.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, runs/NAME")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--session", default="", help="the session: its name as its client sends it, or its id")
+    what.add_argument("--answer", default="", metavar="ID", help="an answer, by the id in it")
+    parser.add_argument("--round", type=int, default=None, help="of --session: a model call, counted from 0")
+    parser.add_argument("--score", type=float, default=None)
+    parser.add_argument("--text", default="", help="what should have been otherwise")
+    parser.add_argument("--source", default="", help="who says it (default: nobody by name)")
+    arguments = parser.parse_args(words)
+    body = {
+        "session": arguments.session, "response_id": arguments.answer, "round_index": arguments.round,
+        "score": arguments.score, "text": arguments.text, "source": arguments.source,
+    }  # fmt: skip
+    told = _ask(arguments.run, "scorer", "feedback", body)
+    if told is None:
+        return 2
+    print(f"stored of {told['episode_id']}" + ("" if told["trains"] else "; it was learned from already"))
+    return 0

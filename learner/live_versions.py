@@ -1,0 +1,225 @@
+"""The versions of the policy that users are served, in a run of `understudy serve`: what was learned is a candidate, which is
+promoted where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
+
+Called by `learner.learn_loop` after an update, and by the administrator's routes. Each version is a folder of the run's
+`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, with
+which the gate's tasks are played, and the one that users are served (`SERVED`). Invariants: users are served the version that
+`served.json` names, also after a restart; one that was refused is served only if an operator promotes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Protocol
+
+from buffers.disk import replacing, until_written
+from buffers.errors import TaskError, UnderstudyError
+from buffers.ledger.ledger import Ledger
+from buffers.records import Task
+from learner.validation import play
+
+FOLDER = "versions"
+SERVED = "served"
+"""The adapter that users' requests are answered with."""
+ONE_SIDED_95 = 1.645
+"""Standard errors below a mean that the true one is above in 95 of 100 cases."""
+LEAST_ENTROPY = 0.6
+"""Share of the entropy of the first update below which a policy has collapsed."""
+
+
+class VersionError(UnderstudyError):
+    """There is no such version, or none to go back to."""
+
+
+class Engines(Protocol):
+    """`mocked_server.fleet.engine_fleet.EngineFleet`."""
+
+    async def load_weights(self, folder: Path, *, version: int) -> float: ...
+    async def load_adapter(self, folder: Path, *, role: str, version: int) -> float: ...
+
+
+class Gate(Protocol):
+    """The section `serve.gate` of the configuration."""
+
+    every: int
+    samples: int
+    margin: float
+
+
+class Versions:
+    """`tasks`: reads the gate's; None: there are none, and each candidate is promoted."""
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        engines: Engines,
+        ledger: Ledger,
+        gate: Gate,
+        tasks: Callable[[], Sequence[Task]] | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self._folder = run / FOLDER
+        self._engines = engines
+        self._ledger = ledger
+        self.gate = gate
+        self._tasks = tasks
+        self._say = say
+        self._changing = asyncio.Lock()
+        state = _read(self._folder / "served.json")
+        self.served: int | None = state.get("version")
+        self._history: list[dict[str, Any]] = state.get("history", [])
+        self.num_refused = sum(each.get("state") == "refused" for each in self.list())
+
+    async def begin(self) -> None:
+        """Give the engines the version that is served, before they start."""
+        if self.served is not None:
+            await self._engines.load_adapter(self._at(self.served), role=SERVED, version=self.served)
+
+    async def published(self, folder: Path, *, version: int) -> None:
+        """The engines have a new version, whose adapter is in `folder`: it is kept. The first one is served."""
+        await until_written(
+            partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}",
+            folder=self._folder.parent, say=self._say,
+        )  # fmt: skip
+        if self.served is None:
+            await self._serve(version, why="first")
+
+    async def admit(self, version: int, *, episodes: Sequence[str], entropy: float | None) -> bool:
+        """Whether a candidate is promoted: the mean difference of its scores to those of the served version, task by task, is above
+        -margin with 95 % certainty (one-sided), and its entropy has not collapsed. `episodes`: what it was trained on."""
+        parent = self.served
+        assert parent is not None, "the first version was published"
+        about: dict[str, Any] = {"parent": parent, "sessions": list(episodes)}
+        first = self._about(parent).get("entropy", entropy)
+        about |= {"entropy": entropy}
+        why = ""
+        if entropy is not None and first and entropy < LEAST_ENTROPY * first:
+            why = f"its entropy fell from {first:.3g} to {entropy:.3g} nats"
+        elif self._tasks is not None:
+            try:
+                found = await self._play(version, parent=parent)
+            except TaskError as error:
+                self._say(f"the gate's tasks cannot be read: {error}")
+                found = {"tasks": 0, "least_difference": None}
+            about["gate"] = found
+            if found["least_difference"] is None:
+                why = "too few of the gate's tasks could be played"
+            elif found["least_difference"] < -self.gate.margin:
+                why = (
+                    f"it scores {found['mean']:.3f} at the gate, the served one {found['parent_mean']:.3f}: the difference may be "
+                    f"{found['least_difference']:.3f}, below -{self.gate.margin:g}"
+                )
+        self._tell(version, {**about, "state": "refused" if why else "promoted", "why": why})
+        if why:
+            self.num_refused += 1
+            self._say(f"version {version} is refused: {why}; version {parent} is served on")
+            return False
+        await self._serve(version, why="gate")
+        return True
+
+    async def promote(self, version: int) -> None:
+        """Serve a version that is kept, whatever the gate said of it."""
+        if not self._at(version).is_dir():
+            kept = ", ".join(str(each["version"]) for each in self.list()) or "none"
+            raise VersionError(f"version must be one that is kept ({kept}), got {version}")
+        await self._serve(version, why="by hand")
+
+    async def rollback(self, version: int | None = None) -> int:
+        """Serve an earlier version again: this one, or the one that was served before. Raises VersionError."""
+        if version is None:
+            before = [each["version"] for each in self._history if each["version"] != self.served]
+            if not before:
+                raise VersionError(f"there must be an earlier version to go back to, got only {self.served}")
+            version = int(before[-1])
+        await self.promote(version)
+        return version
+
+    def list(self) -> list[dict[str, Any]]:
+        """What is known of each version that is kept, the oldest first."""
+        found = [_read(path) for path in self._folder.glob("v*/version.json")]
+        return sorted((each for each in found if "version" in each), key=lambda each: each["version"])
+
+    def status(self) -> dict[str, Any]:
+        """What `understudy serve status` prints."""
+        return {"served": self.served, "history": self._history[-20:], "versions": self.list()}
+
+    async def _play(self, version: int, *, parent: int) -> dict[str, Any]:
+        assert self._tasks is not None
+        tasks = await asyncio.to_thread(self._tasks)
+        own = await self._scores(tasks)
+        others = self._about(parent).get("scores")
+        if others is None or set(others) != {task.task_id for task in tasks}:
+            await self._engines.load_weights(self._at(parent), version=parent)
+            try:
+                others = await self._scores(tasks)
+            finally:
+                await self._engines.load_weights(self._at(version), version=version)
+            self._tell(parent, {"scores": others})
+        self._tell(version, {"scores": own})
+        both = [own[name] - others[name] for name in own if name in others]
+        if len(both) < max(2, len(tasks) // 2):
+            return {"tasks": len(both), "least_difference": None}
+        error = sqrt(variance(both) / len(both))
+        return {
+            "tasks": len(both),
+            "mean": fmean(own.values()),
+            "parent_mean": fmean(others.values()),
+            "least_difference": fmean(both) - ONE_SIDED_95 * error,
+        }
+
+    async def _scores(self, tasks: Sequence[Task]) -> dict[str, float]:
+        found = await play(self._ledger, tasks, samples=self.gate.samples, fewest=1)
+        return {one.task_id.partition("/")[2]: fmean(one.scores) for one in found}
+
+    async def _serve(self, version: int, *, why: str) -> None:
+        async with self._changing:
+            await self._engines.load_adapter(self._at(version), role=SERVED, version=version)
+            self.served = version
+            self._history.append({"version": version, "at": time.time(), "why": why})
+            state = {"version": version, "history": self._history}
+            await asyncio.to_thread(_write, self._folder / "served.json", state)
+
+    def _tell(self, version: int, more: dict[str, Any]) -> None:
+        _write(self._at(version) / "version.json", {**self._about(version), "version": version, **more})
+
+    def _about(self, version: int) -> dict[str, Any]:
+        return _read(self._at(version) / "version.json")
+
+    def _at(self, version: int) -> Path:
+        return self._folder / f"v{version}"
+
+    def _keep(self, folder: Path, version: int) -> None:
+        scratch = self._folder / f".v{version}"
+        for left in (scratch, self._at(version)):
+            shutil.rmtree(left, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            for file in folder.iterdir():
+                shutil.copyfile(file, scratch / file.name)
+            _write(scratch / "version.json", {"version": version, "made": time.time(), "state": "candidate"})
+            scratch.rename(self._at(version))
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
