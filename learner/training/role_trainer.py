@@ -36,7 +36,8 @@ _ARRAYS = ("ids", "mask", "logprobs", "versions", "rounds")
 _EXPERTS = ("experts", "expert_versions")
 """Not of every row."""
 _NUMBERS = (
-    "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges", "baseline",
+    "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges",
+    "baseline", "times_trained",
 )  # fmt: skip
 _LINES = "lines"
 
