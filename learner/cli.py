@@ -195,8 +195,9 @@ def ledger(words: list[str]) -> int:
     """`python -m buffers.ledger`."""
     from buffers.ledger.cli import main
     from buffers.ledger.ledger import Ledger
+    from learner.live import clean_up, forget
 
-    return main(words, open_ledger=Ledger, program="understudy ledger")
+    return main(words, open_ledger=Ledger, program="understudy ledger", ask=forget, clean_up=clean_up)
 
 
 def evaluate(words: list[str]) -> int:
