@@ -223,11 +223,11 @@ class Ledger:
     expired_sessions = _method(forgetting.expired_sessions)
     forget_episodes = _method(forgetting.forget_episodes)
 
-    def overwrite(self, *, whole: bool) -> None:
+    def overwrite(self, *, whole: bool, wait_s: float = 10.0) -> None:
         """Leave nothing of what was forgotten in the file and its log; blocks, and nothing is stored meanwhile. `whole`: the file
         is written anew, which gives its space back, too. Raises UnderstudyError."""
         if self.path is not None:
-            self._writer.apart(partial(overwrite, self.path, whole=whole))
+            self._writer.apart(partial(overwrite, self.path, whole=whole, wait_s=wait_s))
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""

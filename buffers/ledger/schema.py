@@ -284,11 +284,11 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
     return db
 
 
-def overwrite(path: Path, *, whole: bool) -> None:
+def overwrite(path: Path, *, whole: bool, wait_s: float) -> None:
     """Leave nothing of what was deleted in a ledger's file and in its log. `whole`: the file is written anew, which gives its space
     back, too. For the owner, between two transactions. Raises UnderstudyError."""
     try:
-        with closing(sqlite3.connect(path, isolation_level=None, timeout=10.0)) as db:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=wait_s)) as db:
             db.execute("PRAGMA secure_delete = ON")
             if whole:
                 db.execute("VACUUM")
