@@ -104,7 +104,7 @@ def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any
 
 
 def forget(run: Path, what: dict[str, str]) -> dict[str, Any]:
-    """Has a live run that goes on forget: the fields of `buffers.ledger.forgetting.Forgotten`. Raises UnderstudyError."""
+    """Has a live run forget: the fields of `buffers.ledger.forgetting.Forgotten`. Raises UnderstudyError."""
     told = _ask(run, "admin", "forget", what)
     if told is None:
         raise UnderstudyError("the run did not do it; ask again, or end the run first")

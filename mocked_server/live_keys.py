@@ -48,7 +48,7 @@ class LiveKeys:
         return name if secrets.compare_digest(known["sha256"], _hash(key)) else None
 
     def is_excluded(self, name: str) -> bool:
-        """Whether nothing of what this user's agents say and are told is stored."""
+        """Whether this user's requests are answered, and nothing of them is stored."""
         return bool(self.read().get(name, {}).get("excluded"))
 
     def read(self) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -292,8 +291,8 @@ class LiveSessions:
 
     async def _forget_old(self) -> None:
         """Some of those that are older than what is kept, and those that were in a batch when they were to be forgotten."""
-        before = 1.0 if self._retention_s is None else time.time() - self._retention_s
-        old = await asyncio.wrap_future(self._ledger.expired_sessions(before=before, limit=FORGOTTEN_TOGETHER))
+        age_s = self._retention_s
+        old = await asyncio.wrap_future(self._ledger.expired_sessions(age_s=age_s, limit=FORGOTTEN_TOGETHER))
         closed = [each for each in old if each not in self._open]
         # What people said of one before a restart is learned from first.
         if found := [each for each in closed if not await self._settle(each)]:

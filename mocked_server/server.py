@@ -387,9 +387,7 @@ class MockedServer:
     async def forget(self, **what: str) -> dict[str, Any]:
         """Forget sessions: see `LiveSessions.forget`. Raises UnderstudyError."""
         if self.sessions is None:
-            raise UnknownEpisode(
-                "this run serves no users, and forgets nothing while it goes on; end it, and ask again"
-            )
+            raise UnknownEpisode("this run serves no users, and forgets nothing while it lives; end it, and ask again")
         return (await self.sessions.forget(**what))._asdict()
 
     def _restore(self, episode: Episode, rounds: Sequence[Round]) -> None:

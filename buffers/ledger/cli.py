@@ -50,7 +50,7 @@ def main(
     clean_up: Callable[[Path, Forgotten], Iterable[str]] = lambda *_: (),
 ) -> int:
     """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes. `program`: what the user calls it
-    by. `ask(folder, what)`: has a run that goes on forget. `clean_up(folder, forgotten)`: the same of a run's other files; lines on
+    by. `ask(folder, what)`: has a live run forget. `clean_up(folder, forgotten)`: the same of a run's other files; lines on
     what is left."""
     options = _parser(program).parse_args(arguments)
     try:
@@ -279,12 +279,12 @@ def forget(
     if not is_owned(path):
         taken = _forget(path, open_ledger=open_ledger, **what)
     elif ask is None:
-        raise UnderstudyError(
-            f"{path} is open in a run that goes on; ask that by `understudy ledger forget`, or end it first"
-        )
+        raise UnderstudyError(f"{path} is open in a run; ask that by `understudy ledger forget`, or end it first")
     else:
         told = ask(path.parent, what)
-        taken = Forgotten(**{name: tuple(each) if isinstance(each, list) else each for name, each in told.items()})
+        taken = Forgotten._make(
+            tuple(each) if isinstance(each, list) else each for each in map(told.get, Forgotten._fields)
+        )
     print(
         f"forgotten: {len(taken.episodes)} episodes, {taken.rounds} rounds ({taken.tokens:,} sampled tokens), {taken.words} words "
         f"of feedback; {taken.untrained} episodes were not trained, and never will be"

@@ -57,12 +57,14 @@ def episodes_of(db: sqlite3.Connection, *, user: str, session: str) -> list[str]
 
 
 @operation(repeatable=True)
-def expired_sessions(db: sqlite3.Connection, *, before: float, limit: int) -> list[str]:
-    """Episodes of sessions of which nothing was stored since `before` (seconds since 1970), and that do not wait to be trained."""
+def expired_sessions(db: sqlite3.Connection, *, age_s: float | None, limit: int) -> list[str]:
+    """Episodes of sessions that do not wait to be trained: those of which nothing was stored for `age_s` by this machine's
+    clock (None: no age is too old), and those that were in a batch when they were to be forgotten."""
     found = db.execute(
-        "SELECT episode_id FROM session JOIN episode USING (episode_id) JOIN grp USING (group_id) WHERE heard_at < ? "
+        "SELECT episode_id FROM session JOIN episode USING (episode_id) JOIN grp USING (group_id) "
+        "WHERE heard_at < coalesce((julianday('now') - 2440587.5) * 86400.0 - ?, 1.0) "
         "AND grp.state NOT IN ('ready', 'leased') ORDER BY heard_at LIMIT ?",
-        (before, limit),
+        (age_s, limit),
     )
     return [episode_id for (episode_id,) in found.fetchall()]
 

@@ -29,7 +29,7 @@ SLOWEST_BYTES_PER_S = 1e6
 """A read of a file takes longer than `LONGEST_READ_S` by its size only, as it leads through no page of it twice."""
 
 
-# Seconds since 1970. For people who look at the ledger: nothing is decided by it, as clocks jump.
+# Seconds since 1970. For people who look at the ledger: as clocks jump, nothing is decided by it but that a session is old.
 _NOW = "(julianday('now') - 2440587.5) * 86400.0"
 
 

@@ -137,12 +137,12 @@ def test_what_is_in_a_batch_is_forgotten_after_it(ledger: Ledger, path: Path) ->
     assert batch is not None
     taken = ledger.forget_episodes(episode_ids=["ann-0"]).result()
     assert taken == Forgotten(in_batch=("ann-0",))
-    assert ledger.expired_sessions(before=1.0, limit=9).result() == []
+    assert ledger.expired_sessions(age_s=None, limit=9).result() == []
     ledger.name_answer(request_id="late", episode_id="ann-0", round_index=0).result()  # it stays marked
     ledger.commit_step(batch.lease_id, step=1, version=1).result()
-    assert ledger.expired_sessions(before=1.0, limit=9).result() == ["ann-0"]
+    assert ledger.expired_sessions(age_s=None, limit=9).result() == ["ann-0"]
     assert ledger.forget_episodes(episode_ids=["ann-0"]).result().steps == (1,)
-    assert ledger.expired_sessions(before=1e12, limit=9).result() == []
+    assert ledger.expired_sessions(age_s=-1e6, limit=9).result() == []
     ledger.overwrite(whole=False)
     assert holding(path, *SECRETS) == [] and sound(path)
 
@@ -180,13 +180,16 @@ def test_old_sessions_are_found_by_what_was_stored_last_but_not_those_that_wait_
     for name in ("ann-0", "ann-1", "ann-2"):
         say(ledger, name)
     think(ledger, "ann-1")
-    ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 100 + (episode_id = 'ann-0')") and None).result()
-    assert ledger.expired_sessions(before=102.0, limit=9).result() == ["ann-2", "ann-0"]
-    assert ledger.expired_sessions(before=102.0, limit=1).result() == ["ann-2"]
+    aged = "UPDATE session SET heard_at = heard_at - 1000 + 100 * (episode_id = 'ann-0')"
+    ledger.run(lambda db: db.execute(aged) and None).result()
+    assert ledger.expired_sessions(age_s=None, limit=9).result() == []
+    assert ledger.expired_sessions(age_s=950, limit=9).result() == ["ann-2"]
+    assert ledger.expired_sessions(age_s=800, limit=9).result() == ["ann-2", "ann-0"]
+    assert ledger.expired_sessions(age_s=800, limit=1).result() == ["ann-2"]
     think(ledger, "ann-2", score=None, text="w")
-    assert ledger.expired_sessions(before=102.0, limit=9).result() == ["ann-0"]
+    assert ledger.expired_sessions(age_s=800, limit=9).result() == ["ann-0"]
     ledger.name_answer(request_id="x", episode_id="ann-0", round_index=0).result()
-    assert ledger.expired_sessions(before=102.0, limit=9).result() == []
+    assert ledger.expired_sessions(age_s=800, limit=9).result() == []
     with closing(sqlite3.connect(path)) as db:
         plan = "EXPLAIN QUERY PLAN SELECT episode_id FROM session WHERE heard_at < 5 ORDER BY heard_at LIMIT 3"
         assert "session_by_age" in str(db.execute(plan).fetchall())
