@@ -16,6 +16,7 @@ from openai import BadRequestError, OpenAI
 from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
+from configs.load import ConfigError, load_config, shipped
 from configs.schema import RolloutConfig
 from mocked_server import live_sessions
 from mocked_server.conversation.live_episodes import Episodes
@@ -69,6 +70,16 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[Served]:
     served = Served(tiny_model, tmp_path)
     yield served
     served.server.stop()
+
+
+def unasked(ledger: Ledger, *, retention_s: float | None) -> LiveSessions:
+    """The sessions of a run that nobody asks for anything."""
+    assert ledger.path is not None
+    return LiveSessions(
+        ledger, keys=LiveKeys(ledger.path.with_name("run")), episodes=Episodes(), silence_s=60.0, retention_s=retention_s,
+        words_count=False, version=lambda: 0, adapter="", restore=lambda *_: pytest.fail("none is open"),
+        on_ended=lambda *_: None,
+    )  # fmt: skip
 
 
 def ask(client: OpenAI, *words: str, **more: object) -> str:
@@ -196,10 +207,7 @@ async def test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back(
         ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5 WHERE episode_id < '9'") and None).result()
         ledger.overwrite(whole=True)
         before = path.stat().st_size
-        sessions = LiveSessions(
-            ledger, keys=LiveKeys(tmp_path / "run"), episodes=Episodes(), silence_s=60.0, retention_s=DAY_S, words_count=False,
-            version=lambda: 0, adapter="", restore=lambda *_: pytest.fail("none is open"), on_ended=lambda *_: None,
-        )  # fmt: skip
+        sessions = unasked(ledger, retention_s=DAY_S)
         sizes = []
         for _ in range(4):
             await sessions.look()
@@ -208,9 +216,24 @@ async def test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back(
         assert before > 1_600_000 and sizes[0] == before and sizes[-1] < before - 900_000
 
 
+async def test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused(
+    tmp_path: Path,
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.open_session(episode_id="old", user="ann", name="", is_side=False, version=0)
+        ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5") and None).result()
+        await unasked(ledger, retention_s=None).look()
+        assert ledger.episodes_of(user="ann", session="").result() == ["old"]
+        await unasked(ledger, retention_s=DAY_S).look()
+        assert ledger.episodes_of(user="ann", session="").result() == []
+    serve = ["serve.enabled=true", "serve.silence_s=600"]
+    assert load_config(shipped(Path("live")), [*serve, "serve.retention_days=1"]).serve.retention_days == 1.0
+    with pytest.raises(ConfigError, match=r"must be longer than serve\.silence_s=600"):
+        load_config(shipped(Path("live")), [*serve, "serve.retention_days=0.001"])
+
+
 async def test_feedback_before_a_restart_is_learned_from_before_its_session_is_forgotten(tmp_path: Path) -> None:
     """Its agent never came back: nothing else would have ended it."""
-    keys = LiveKeys(tmp_path / "run")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         for name in ("said", "silent"):
             ledger.open_session(episode_id=name, user="ann", name=name, is_side=False, version=0)
@@ -218,10 +241,7 @@ async def test_feedback_before_a_restart_is_learned_from_before_its_session_is_f
         asked = {"response_id": "", "round_index": None, "score": 1.0, "text": "", "source": ""}
         ledger.give_feedback(user="ann", session="said", **asked).result()
         ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5") and None).result()
-        sessions = LiveSessions(
-            ledger, keys=keys, episodes=Episodes(), silence_s=60.0, retention_s=DAY_S, words_count=False, version=lambda: 0,
-            adapter="", restore=lambda *_: pytest.fail("none is open"), on_ended=lambda *_: None,
-        )  # fmt: skip
+        sessions = unasked(ledger, retention_s=DAY_S)
         await sessions.look()
         assert ledger.counts()["groups/ready"] == 1 and ledger.counts()["evicted/forgotten"] == 1
         assert len(ledger.rounds("said").result()[0].sampled_ids) == 3

@@ -14,6 +14,7 @@ FOLDERS = "tests/project/test_run_folders.py"
 SFT = "tests/learner/test_sft_loop.py"
 SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
 JUDGE = "tests/env_adapters/scoring/test_judge.py"
+WHOSE = "tests/mocked_server/test_whose_data.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
 
 
@@ -54,6 +55,8 @@ def _run_rows() -> list[Row]:
         Row("sft.patience", "null", f"{SFT}::test_a_resumed_stage_makes_the_updates_that_were_left"),
         Row("sft.patience", "set", f"{SFT}::test_it_ends_early_with_the_weights_of_the_lowest_loss"),
         *[Row("sft.train_on", value, f"{SHOWN}::test_weights_choose_the_answers_that_are_trained") for value in ("all", "last")],
+        Row("serve.retention_days", "set", f"{WHOSE}::test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back"),
+        Row("serve.retention_days", "null", f"{WHOSE}::test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused"),
         Row("learner.stage", "sft", "tests/project/test_sft.py::test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been"),
         Row("learner.stage", "rl", "prompts", lambda ended: expect(_steps(ended) != [], f"steps {_steps(ended)}")),
     ]  # fmt: skip
