@@ -195,6 +195,9 @@ def ledger(words: list[str]) -> int:
     """`python -m buffers.ledger`."""
     from buffers.ledger.cli import main
     from buffers.ledger.ledger import Ledger
+
+    if words[:1] != ["forget"]:
+        return main(words, open_ledger=Ledger, program="understudy ledger")
     from learner.live import clean_up, forget
 
     return main(words, open_ledger=Ledger, program="understudy ledger", ask=forget, clean_up=clean_up)

@@ -47,7 +47,7 @@ def main(
     open_ledger: Callable[..., Any],
     program: str = "python -m buffers.ledger",
     ask: Callable[[Path, dict[str, str]], dict[str, Any]] | None = None,
-    clean_up: Callable[[Path, Forgotten], Iterable[str]] = lambda *_: (),
+    clean_up: Callable[[Path, Forgotten], Iterable[str]] | None = None,
 ) -> int:
     """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes. `program`: what the user calls it
     by. `ask(folder, what)`: has a live run forget. `clean_up(folder, forgotten)`: the same of a run's other files; lines on
@@ -58,6 +58,8 @@ def main(
         if options.command == "rescore":
             return rescore(path, options=options, open_ledger=open_ledger)
         if options.command == "forget":
+            if ask is None or clean_up is None:
+                raise UnderstudyError("forget takes it out of a run's other files, too; use `understudy ledger forget`")
             return forget(path, options=options, open_ledger=open_ledger, ask=ask, clean_up=clean_up)
         with closing(LedgerReader(path)) as reader, reader.read() as db:
             return int(options.act(db, path=path, options=options))
@@ -267,7 +269,7 @@ def forget(
     *,
     options: argparse.Namespace,
     open_ledger: Callable[..., Any],
-    ask: Callable[[Path, dict[str, str]], dict[str, Any]] | None,
+    ask: Callable[[Path, dict[str, str]], dict[str, Any]],
     clean_up: Callable[[Path, Forgotten], Iterable[str]],
 ) -> int:
     """Says what was overwritten, and where it is still. 1: some of it is in a batch just now, and was left."""
@@ -278,8 +280,6 @@ def forget(
         )
     if not is_owned(path):
         taken = _forget(path, open_ledger=open_ledger, **what)
-    elif ask is None:
-        raise UnderstudyError(f"{path} is open in a run; ask that by `understudy ledger forget`, or end it first")
     else:
         told = ask(path.parent, what)
         taken = Forgotten._make(

@@ -220,7 +220,8 @@ def test_a_user_or_a_session_is_exported_alone_and_nothing_of_what_was_forgotten
 
 
 def run(*words: object, **more: object) -> int:
-    return main([str(word) for word in words], open_ledger=Ledger, **more)  # type: ignore[arg-type]
+    hooks = {"ask": lambda *_: pytest.fail("no run is there"), "clean_up": clean_up, **more}
+    return main([str(word) for word in words], open_ledger=Ledger, **hooks)  # type: ignore[arg-type]
 
 
 def test_the_command_forgets_in_the_files_beside_the_ledger_and_names_what_was_trained(
@@ -233,8 +234,8 @@ def test_the_command_forgets_in_the_files_beside_the_ledger_and_names_what_was_t
         train(ledger, step=1, num_groups=1)
         with pytest.raises(UnderstudyError, match="no other process"):
             Ledger(path)
-        assert run("forget", path.parent, "--session", "ann-0") == 2
-        assert "ask that by `understudy ledger forget`, or end it first" in capsys.readouterr().err
+        assert run("forget", path.parent, "--session", "ann-0", ask=None) == 2
+        assert "use `understudy ledger forget`" in capsys.readouterr().err
     line = json.dumps({"step": 1, "episode_id": "ann-0", "text": WORDS})
     other = json.dumps({"step": 1, "episode_id": "ann-01"})
     (path.parent / "traces.jsonl").write_text(f"{line}\n{other}\n")
@@ -247,7 +248,7 @@ def test_the_command_forgets_in_the_files_beside_the_ledger_and_names_what_was_t
         (path.parent / "versions" / f"v{version}" / "version.json").write_text(json.dumps({"state": state}))
     (path.parent / "checkpoints" / "step-000001").mkdir(parents=True)
 
-    assert run("forget", path.parent, "--session", "ann-0", clean_up=clean_up) == 0
+    assert run("forget", path.parent, "--session", "ann-0") == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("forgotten: 1 episodes, 1 rounds (8 sampled tokens), 1 words of feedback; 0 episodes")
     assert told[1] == "removed: 1 lines of traces.jsonl, 2 exported conversations"
