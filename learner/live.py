@@ -40,7 +40,7 @@ def keys(words: list[str]) -> int:
         action="store_true",
         help="add: the user's requests are answered, and nothing of them is stored",
     )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)
     if (arguments.action == "list") != (not arguments.name) and "=" not in arguments.name:
         parser.error(f"{arguments.action} takes {'no name' if arguments.name else 'a NAME'}")
     if "=" in arguments.name:

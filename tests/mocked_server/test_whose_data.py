@@ -18,6 +18,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
 from configs.load import ConfigError, load_config, shipped
 from configs.schema import RolloutConfig
+from learner import live
 from mocked_server import live_sessions
 from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.live_keys import LiveKeys
@@ -148,6 +149,16 @@ def test_a_key_that_excludes_is_listed_and_counts_at_once(served: Served) -> Non
     assert served.keys.read()["ann"]["excluded"] and "banana" not in served.texts()
     with pytest.raises(Exception, match="opens no episode"):
         ask(ann, "cherry")
+
+
+def test_the_command_makes_a_key_of_which_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = [f"run.dir={tmp_path}", "run.name=mine"]
+    assert live.keys(["add", "off", "--no-learning", *place]) == 0 and live.keys(["add", "ann", *place]) == 0
+    keys = LiveKeys(tmp_path / "mine")
+    assert [keys.is_excluded(name) for name in ("off", "ann", "eve")] == [True, False, False]
+    assert live.keys(["list", *place]) == 0
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert ["nothing is stored" in line for line in listed] == [True, False]
 
 
 def test_a_running_run_forgets_what_its_administrator_asks_for(served: Served) -> None:

@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,8 @@ def say(
 ) -> str:
     """A session with a round, whose answer has the session's id."""
     ledger.open_session(episode_id=episode_id, user=user, name=name, is_side=False, version=0)
-    ledger.put_round(make_round(episode_id, tail=ids * long, sampled=ids))
+    round_ = make_round(episode_id, tail=ids * long, sampled=ids)
+    ledger.put_round(replace(round_, memo=f"digests of {user}".encode(), trained=np.ones(len(ids), np.uint8)))
     ledger.name_answer(request_id=f"chatcmpl-{episode_id}", episode_id=episode_id, round_index=0).result()
     return episode_id
 
@@ -75,7 +77,7 @@ def sound(path: Path) -> bool:
     return True
 
 
-SECRETS = (np.array(MARKER, "<i4").tobytes(), WORDS.encode(), NAME.encode(), b"chatcmpl-ann-")
+SECRETS = (np.array(MARKER, "<i4").tobytes(), WORDS.encode(), NAME.encode(), b"chatcmpl-ann-", b"digests of ann")
 
 
 @pytest.mark.parametrize("whole", [True, False])
