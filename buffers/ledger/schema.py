@@ -176,6 +176,7 @@ CREATE TABLE trained(
     group_id INTEGER NOT NULL REFERENCES grp(group_id),
     PRIMARY KEY (step_id, group_id)
 ) WITHOUT ROWID;
+CREATE INDEX trained_by_group ON trained(group_id);
 
 CREATE TABLE counter(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
