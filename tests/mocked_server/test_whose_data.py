@@ -120,6 +120,7 @@ def test_what_is_not_to_be_recorded_is_answered_and_leaves_nothing(
         assert word not in texts
     assert served.server.ledger.counts()["rounds"] == 2 and served.server.ledger.counts()["episodes/running"] == 1
     assert served.server.server.status()["live/unrecorded"] == 8
+    assert not any(served.sessions.door_of(name).rounds for name in ("ann", "off"))
     with served.server.http(key) as http:
         for each in ids:
             said = http.post("/feedback", json={"response_id": each, "score": 1.0})
