@@ -723,6 +723,9 @@ class ServeConfig(Section):
     stretch. One without feedback stays open."""
     batch_age_s: Positive = 3600.0
     """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
+    retention_days: Positive | None = None
+    """Days after which a session of which nothing was stored meanwhile is forgotten (`understudy ledger forget`), unless it waits
+    to be trained. null: what is stored is kept."""
     gate: GateConfig = GateConfig()
     judge: NextTurnConfig = NextTurnConfig()
 
@@ -894,6 +897,12 @@ class Config(Section):
                 raise ValueError(
                     f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
                 )
+        days = self.serve.retention_days
+        if days is not None and days * 86_400 <= self.serve.silence_s:
+            raise ValueError(
+                f"serve.retention_days must be longer than serve.silence_s={self.serve.silence_s:g}, after which a session "
+                f"ends, got {days:g}; set serve.retention_days=30"
+            )
         if self.serve.gate.tasks and not self.learner.lora.rank:
             raise ValueError(
                 f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "

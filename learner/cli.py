@@ -197,7 +197,11 @@ def ledger(words: list[str]) -> int:
     from buffers.ledger.cli import main
     from buffers.ledger.ledger import Ledger
 
-    return main(words, open_ledger=Ledger, program="understudy ledger")
+    if words[:1] != ["forget"]:
+        return main(words, open_ledger=Ledger, program="understudy ledger")
+    from learner.live import clean_up, forget
+
+    return main(words, open_ledger=Ledger, program="understudy ledger", ask=forget, clean_up=clean_up)
 
 
 def evaluate(words: list[str]) -> int:

@@ -6,21 +6,25 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.forgetting import Forgotten
 from configs.load import ConfigError, load_config, shipped
+from learner.live_versions import trained_in
+from learner.reporting.tracker import FILE as TRACES
+from learner.reporting.tracker import drop_lines
 
 
 class Users(Protocol):
     """The keys of a run's users: `mocked_server.live_keys.LiveKeys`."""
 
     def read(self) -> dict[str, dict[str, Any]]: ...
-    def add(self, name: str) -> str: ...
+    def add(self, name: str, *, excluded: bool = False) -> str: ...
     def revoke(self, name: str) -> None: ...
 
 
@@ -38,7 +42,12 @@ def keys(words: list[str], *, users: Callable[[Path], Users]) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="its overrides, such as run.name=mine"
     )
-    arguments = parser.parse_args(words)
+    parser.add_argument(
+        "--no-learning",
+        action="store_true",
+        help="add: the user's requests are answered, and nothing of them is stored",
+    )
+    arguments = parser.parse_intermixed_args(words)
     if (arguments.action == "list") != (not arguments.name) and "=" not in arguments.name:
         parser.error(f"{arguments.action} takes {'no name' if arguments.name else 'a NAME'}")
     if "=" in arguments.name:
@@ -47,14 +56,15 @@ def keys(words: list[str], *, users: Callable[[Path], Users]) -> int:
         config = load_config(shipped(arguments.config), [*arguments.overrides, "serve.enabled=true"])
         keys = users(Path(config.run.dir) / config.run.name)
         if arguments.action == "add":
-            print(keys.add(arguments.name))
+            print(keys.add(arguments.name, excluded=arguments.no_learning))
         elif arguments.action == "revoke":
             keys.revoke(arguments.name)
             print(f"the key of {arguments.name} opens nothing any more")
         else:
             for name, key in keys.read().items():
                 made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key["made"]))
-                print(f"{name:<20} made {made}{'  revoked' if key['revoked'] else ''}")
+                marks = "  revoked" * key["revoked"] + "  nothing is stored" * key["excluded"]
+                print(f"{name:<20} made {made}{marks}")
     except (ConfigError, UnderstudyError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -89,7 +99,7 @@ def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any
     try:
         place = dict(word.split("=", 1) for word in shlex.split((run / f"{who}.env").read_text(encoding="utf-8")))
         headers = {"Authorization": f"Bearer {place[f'{who.upper()}_KEY']}"}
-        answer = httpx.post(f"{place['SERVER_URL']}/{route}", json=body, headers=headers, timeout=60.0)
+        answer = httpx.post(f"{place['SERVER_URL']}/{route}", json=body, headers=headers, timeout=600.0)
         told: dict[str, Any] = answer.json()
     except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
         print(f"understudy: RUN must be a live run that is running, got {run} ({error!r:.200})", file=sys.stderr)
@@ -98,6 +108,35 @@ def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any
         print(f"understudy: {told.get('error', {}).get('message', told)}", file=sys.stderr)
         return None
     return told
+
+
+def forget(run: Path, what: dict[str, str]) -> dict[str, Any]:
+    """Has a live run forget: the fields of `buffers.ledger.forgetting.Forgotten`. Raises UnderstudyError."""
+    told = _ask(run, "admin", "forget", what)
+    if told is None:
+        raise UnderstudyError("the run did not do it; ask again, or end the run first")
+    return told
+
+
+def clean_up(run: Path, forgotten: Forgotten) -> Iterator[str]:
+    """Take what was forgotten out of the other files of a run's folder; lines on what was trained on it, and on what may hold
+    it."""
+    named = {*forgotten.episodes}
+    number = drop_lines(run / TRACES, episodes=named)
+    copies = sorted(path for path in run.rglob("*.json") if path.name.partition(".")[0] in named)
+    for path in copies:
+        path.unlink()
+    if number or copies:
+        yield f"removed: {number} lines of {TRACES}, {len(copies)} exported conversations"
+    if forgotten.steps:
+        yield trained_in(run, forgotten.steps)
+    own = ("metrics.jsonl", "machine.jsonl", TRACES)
+    if others := sorted(
+        str(path.relative_to(run))
+        for path in run.rglob("*")
+        if path.suffix in (".jsonl", ".parquet") and path.name not in own
+    ):
+        yield f"look at {', '.join(others[:20])}: what was exported before is as it was"
 
 
 def feedback(words: list[str]) -> int:

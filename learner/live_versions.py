@@ -212,6 +212,28 @@ class Versions:
             raise
 
 
+def trained_in(run: Path, steps: Sequence[int]) -> str:
+    """Which of a run's versions and checkpoints have these steps in their weights, in a line. Where a candidate was refused the
+    learner went back: what came after it does not have what it learned."""
+    versions = {int(path.name[1:]): _read(path / "version.json") for path in (run / FOLDER).glob("v*")}
+    refused = [version for version, about in versions.items() if about.get("state") == "refused"]
+
+    def holds(version: int, *, is_saved: bool) -> bool:
+        return any(step <= version and not any(step <= each < version + is_saved for each in refused) for step in steps)
+
+    with_it = [f"version {each}" for each in sorted(versions) if holds(each, is_saved=False)]
+    saved = sorted((run / "checkpoints").glob("step-*"))
+    with_it += [
+        f"checkpoints/{path.name}" for path in saved if holds(int(path.name.removeprefix("step-")), is_saved=True)
+    ]
+    without = max((each for each in versions if not holds(each, is_saved=False)), default=None)
+    named = ", ".join(map(str, steps[:20])) + (f" and {len(steps) - 20} more" if len(steps) > 20 else "")
+    return (
+        f"trained in step {named}: their weights were made with it: {', '.join(with_it) or 'none that is kept'}; "
+        + ("no version that is kept is without it" if without is None else f"the newest without it: version {without}")
+    )
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))

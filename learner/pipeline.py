@@ -527,6 +527,7 @@ class Pipeline:
             if config.serve.enabled:
                 server.serve_users(
                     buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
+                    retention_s=None if config.serve.retention_days is None else 86_400 * config.serve.retention_days,
                     words_count=config.learner.advantage == "none", adapter=SERVED if self._versions else "",
                     version=lambda: engine.version if self._versions is None else self._versions.served or 0,
                 )  # fmt: skip
@@ -674,7 +675,10 @@ class Pipeline:
                     | serving.others.figures()
                     | (serving.server.sessions.figures() if serving.server.sessions else {})
                 ),
-                traces=Traces(self._folder, decode=serving.server.decode, start=self._start),
+                # What users said lies in the ledger alone, where it can be forgotten.
+                traces=None
+                if config.serve.enabled
+                else Traces(self._folder, decode=serving.server.decode, start=self._start),
                 tokens=TokenFiles(self._folder, start=self._start),
             ),
             restart_limit=self._restart_limit,

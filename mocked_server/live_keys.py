@@ -54,6 +54,10 @@ class LiveKeys:
             return None
         return name if secrets.compare_digest(known["sha256"], _hash(key)) else None
 
+    def is_excluded(self, name: str) -> bool:
+        """Whether this user's requests are answered, and nothing of them is stored."""
+        return bool(self.read().get(name, {}).get("excluded"))
+
     def read(self) -> dict[str, dict[str, Any]]:
         """Name -> {sha256, made, revoked, excluded}, as the file has them now. Raises LiveKeyError for another file."""
         try:
@@ -70,6 +74,7 @@ class LiveKeys:
                         "sha256": str(each["sha256"]),
                         "made": float(each["made"]),
                         "revoked": bool(each["revoked"]),
+                        "excluded": bool(each["excluded"]),
                     }
                     for name, each in read.items()
                 }
@@ -81,14 +86,16 @@ class LiveKeys:
             self._read_at = now
         return self._keys
 
-    def add(self, name: str) -> str:
-        """A new key for this user, in the place of an earlier one; it is not shown again."""
+    def add(self, name: str, *, excluded: bool = False) -> str:
+        """A new key for this user, in the place of an earlier one; it is not shown again. `excluded`: its requests are answered,
+        and nothing of them is stored."""
         if not NAME.fullmatch(name):
             raise LiveKeyError(
                 f"the name of a key must be 1 to 40 letters, digits or _, got {name!r:.80}; name the user so"
             )
         key = f"{LIVE}{name}-{secrets.token_hex(24)}"
-        self._write({**self.read(), name: {"sha256": _hash(key), "made": time.time(), "revoked": False}})
+        made = {"sha256": _hash(key), "made": time.time(), "revoked": False, "excluded": excluded}
+        self._write({**self.read(), name: made})
         return key
 
     def revoke(self, name: str) -> None:

@@ -4,10 +4,12 @@ A request belongs to the session that its client names (`mocked_server.session_m
 recorded round, else it opens one. Owned by `MockedServer`, on its loop.
 
 Loop row: `run` looks once in a while for sessions that were silent for `silence_s`; those with feedback end, and may be trained;
-the others are forgotten here and stay open in the ledger, where a later request, or a restart, finds them.
+the others are dropped here and stay open in the ledger, where a later request, or a restart, finds them; those older than
+`retention_s` are forgotten there, too.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
-trained; a session that was ended continues as another episode of the same name.
+trained; a session that was ended continues as another episode of the same name; of a request that is not to be recorded nothing is
+kept once it was answered.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from buffers.errors import UnderstudyError
+from buffers.errors import RequestRefused, UnderstudyError
+from buffers.ledger.batches import WAS_FORGOTTEN
+from buffers.ledger.forgetting import Forgotten, require_some
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.sessions import FeedbackTaken, Session
 from buffers.prompt_queue import Prompt
@@ -41,6 +45,12 @@ RESTORED = 32
 MOST_UNNAMED = 256
 """Unnamed sessions of a user that are compared with a request, the latest heard first."""
 LOOK_S = 1.0
+FORGOTTEN_TOGETHER = 64
+"""Episodes that are forgotten in one transaction, and in one look."""
+REWRITTEN_BYTES = 64 * 1024 * 1024
+"""The ledger's file is written anew once so much of it, and half of it, was forgotten."""
+NOT_RECORDED = b"x-understudy-record"
+"""The header of a request of which nothing is to be stored; its value is `none`."""
 _NUMBER = re.compile(r"(?<=[0-9a-f])[_-]\d{1,4}$")
 """What vLLM adds to a request's id for the engine: the number of a prompt in it."""
 
@@ -72,8 +82,8 @@ class _Open:
 
 class LiveSessions:
     """`version`: the one that users are served, now, and `adapter` its name in the engine; `roles`: the users with an
-    adapter of their own. `restore`: makes an episode of what the
-    ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
+    adapter of their own. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an episode has
+    ended."""
 
     def __init__(
         self,
@@ -82,6 +92,7 @@ class LiveSessions:
         keys: LiveKeys,
         episodes: Episodes,
         silence_s: float,
+        retention_s: float | None = None,
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
@@ -94,6 +105,7 @@ class LiveSessions:
         self._ledger = ledger
         self._episodes = episodes
         self._silence_s = silence_s
+        self._retention_s = retention_s
         self._words_count = words_count
         self._version = version
         self._adapter = adapter
@@ -106,6 +118,11 @@ class LiveSessions:
         self._decode = decode
         self._open: dict[str, _Open] = {}
         """Episode -> what it is of."""
+        self._num_unrecorded = self._num_forgotten = 0
+        self._forgotten_bytes = 0
+        """Since the ledger's file was written anew."""
+        self._owes_overwriting = self._owes_whole = False
+        """What was forgotten is still in the file, or in its log."""
 
     def role_of(self, user: str) -> str:
         """The role that answers this user: its own where it has one, else the first. Empty: there are none."""
@@ -120,11 +137,16 @@ class LiveSessions:
     ) -> Callable[
         [Mapping[str, Any]], Awaitable[LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]]
     ]:
-        """What finds the session of a request by its body; by its messages, once they are rendered, where its client names none."""
+        """What finds the session of a request by its body; by its messages, once they are rendered, where its client names none.
+        What is not to be recorded stays at the door. Raises RequestRefused."""
+        is_excluded = self._is_excluded(user, headers)
 
         async def choose(
             body: Mapping[str, Any],
         ) -> LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]:
+            if is_excluded:
+                self._num_unrecorded += 1
+                return self.door_of(user)
             mark = session_mark(path, headers, body)
             if mark.name:
                 return await self._of_name(self._user(user), mark)
@@ -134,11 +156,18 @@ class LiveSessions:
 
         return choose
 
+    def _is_excluded(self, user: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name == NOT_RECORDED]
+        if wrong := [value for value in given if value.strip().lower() != b"none"]:
+            raise RequestRefused(
+                f"{NOT_RECORDED.decode()} must be none, got {wrong[0].decode('latin-1')!r:.60}; leave it out to be recorded"
+            )
+        return bool(given) or self.keys.is_excluded(user)
+
     def _user(self, name: str) -> _User:
         if name not in self._users:
-            self._users[name] = _User(
-                name, LiveEpisode(episode=_episode(Session(f"live-{name}", 0, "", False), user=name))
-            )
+            nowhere = _episode(Session(f"live-{name}", 0, "", False), user=name)
+            self._users[name] = _User(name, LiveEpisode(episode=nowhere, is_recorded=False, adapter=self._adapter))
         return self._users[name]
 
     async def _of_name(self, user: _User, mark: SessionMark) -> LiveEpisode:
@@ -240,16 +269,72 @@ class LiveSessions:
         return taken
 
     async def run(self) -> None:
-        """Ends and forgets silent sessions, until cancelled."""
+        """Ends silent sessions, and forgets old ones, until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._silence_s / 4))
-            for live in self._episodes.quiet(self._silence_s):
-                if (known := self._open.get(live.episode_id)) is not None and not live.requests:
-                    self._forget(known, live)
-                    if known.session.is_side or not await self._settle(live.episode_id):
-                        self._episodes.forget(live.episode_id)
+            await self.look()
 
-    def _forget(self, known: _Open, live: LiveEpisode) -> None:
+    async def look(self) -> None:
+        """End or drop the sessions that are silent, and forget some that are old."""
+        for live in self._episodes.quiet(self._silence_s):
+            if (known := self._open.get(live.episode_id)) is not None and not live.requests:
+                self._drop(known, live)
+                if not await self._settle(live.episode_id):
+                    self._episodes.forget(live.episode_id)
+                    self._on_ended(live.episode_id, "silent")
+        try:
+            await self._forget_old()
+        except UnderstudyError as error:
+            logger.warning("old sessions were not forgotten, which is tried again: %s", error)
+
+    async def forget(self, *, user: str = "", session: str = "", episode_id: str = "") -> Forgotten:
+        """Forget an episode, or a user's sessions (empty: everybody's), all of them or one by its name; what is generated for
+        them ends. Raises UnknownEpisode, and UnderstudyError where the ledger's file could not be written anew."""
+        found = (
+            [episode_id]
+            if episode_id
+            else await asyncio.wrap_future(self._ledger.episodes_of(user=user, session=session))
+        )
+        require_some(found, user=user, session=session)
+        for each in found:
+            self._on_ended(each, WAS_FORGOTTEN)
+            if (known := self._open.get(each)) is not None and (live := self._episodes.find(each)) is not None:
+                self._drop(known, live)
+            self._episodes.forget(each)
+        taken = Forgotten()
+        for start in range(0, len(found), FORGOTTEN_TOGETHER):
+            taken = taken.plus(await self._forget_episodes(found[start : start + FORGOTTEN_TOGETHER]))
+        self._owes_whole = True
+        await self._overwrite()
+        return taken
+
+    async def _forget_old(self) -> None:
+        """Some of those that are older than what is kept, and those that were in a batch when they were to be forgotten."""
+        age_s = self._retention_s
+        old = await asyncio.wrap_future(self._ledger.expired_sessions(age_s=age_s, limit=FORGOTTEN_TOGETHER))
+        closed = [each for each in old if each not in self._open]
+        # What people said of one before a restart is learned from first.
+        if found := [each for each in closed if not await self._settle(each)]:
+            await self._forget_episodes(found)
+            size = self._ledger.path.stat().st_size if self._ledger.path else 0
+            self._owes_whole |= self._forgotten_bytes > max(REWRITTEN_BYTES, size // 2)
+        if self._owes_overwriting:
+            await self._overwrite()
+
+    async def _forget_episodes(self, episode_ids: list[str]) -> Forgotten:
+        taken = await asyncio.wrap_future(self._ledger.forget_episodes(episode_ids=episode_ids))
+        self._num_forgotten += len(taken.episodes)
+        self._forgotten_bytes += taken.num_bytes
+        self._owes_overwriting = True
+        return taken
+
+    async def _overwrite(self) -> None:
+        await asyncio.to_thread(self._ledger.overwrite, whole=self._owes_whole)
+        if self._owes_whole:
+            self._forgotten_bytes = 0
+        self._owes_overwriting = self._owes_whole = False
+
+    def _drop(self, known: _Open, live: LiveEpisode) -> None:
         session = known.session
         del self._open[session.episode_id]
         if session.name:
@@ -268,13 +353,18 @@ class LiveSessions:
             logger.warning("session %s was not ended: %s", episode_id, error)
             return False
         if ended:
-            self._episodes.close(episode_id, "scored")
+            self._episodes.forget(episode_id)
             self._on_ended(episode_id, "scored")
         return ended
 
     def figures(self) -> dict[str, float]:
-        """Users and sessions that were heard of lately."""
-        found = {"live/users": len(self._users), "live/sessions": len(self._open)}
+        """Users and sessions that were heard of lately; requests of which nothing was stored, and episodes that were forgotten."""
+        found = {
+            "live/users": len(self._users),
+            "live/sessions": len(self._open),
+            "live/unrecorded": self._num_unrecorded,
+            "live/forgotten": self._num_forgotten,
+        }
         return found | (self.judge.figures() if self.judge else {})
 
 

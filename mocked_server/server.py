@@ -344,6 +344,7 @@ class MockedServer:
         *,
         keys: LiveKeys,
         silence_s: float,
+        retention_s: float | None = None,
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
@@ -356,8 +357,8 @@ class MockedServer:
             return self.episodes.get(episode.episode_id)
 
         self.sessions = LiveSessions(
-            ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
-            adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
+            ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, retention_s=retention_s, words_count=words_count,
+            version=version, adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
             restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
         )  # fmt: skip
         return self.sessions
@@ -405,6 +406,12 @@ class MockedServer:
             )
         taken = await self.sessions.feedback(user=user, **said)
         return taken._asdict()
+
+    async def forget(self, **what: str) -> dict[str, Any]:
+        """Forget sessions: see `LiveSessions.forget`. Raises UnderstudyError."""
+        if self.sessions is None:
+            raise UnknownEpisode("this run serves no users, and forgets nothing while it lives; end it, and ask again")
+        return (await self.sessions.forget(**what))._asdict()
 
     def _restore(self, episode: Episode, rounds: Sequence[Round]) -> None:
         tokenizer = self._client.renderer.get_tokenizer()

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from buffers.errors import LeaseError, UnderstudyError
-from buffers.ledger.encode import decode
+from buffers.ledger.encode import FORGOTTEN, RoundBody, decode
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import scores_of
@@ -21,7 +21,12 @@ from buffers.ledger.sessions import scored_before, user_of
 from buffers.records import EpisodeState, Replay, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows
 
-STALE = "stale"
+STALE, WAS_FORGOTTEN = "stale", "forgotten"
+_NOTHING = RoundBody(
+    tail_ids=np.zeros(0, np.int32), sampled_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+)  # fmt: skip
+_HAS_FORGOTTEN = "SELECT 1 FROM episode JOIN round USING (episode_id) WHERE group_id = ? AND length(body) = 0 LIMIT 1"
 
 
 @operation(transient=True)
@@ -40,10 +45,12 @@ def claim(
         rows = {group_id: group_rows(db, group_id=group_id) for group_id in group_ids}
         # Tokens may have been left out since they were counted.
         stale = [group_id for group_id in ready if not _is_fresh(rows[group_id], min_version=min_version)]
-        if not stale:
+        # A group that is given back may have been forgotten since it was trained.
+        forgotten = [group_id for group_id in group_ids if db.execute(_HAS_FORGOTTEN, (group_id,)).fetchone()]
+        if not stale and not forgotten:
             break
-        for group_id in stale:
-            _evict(db, group_id=group_id)
+        for group_id in {*stale, *forgotten}:
+            _evict(db, group_id=group_id, reason=WAS_FORGOTTEN if group_id in forgotten else STALE)
     most = 1 if replay is None else replay.times
     lease_id = int(db.execute("INSERT INTO lease(state, max_trained) VALUES ('active', ?)", (most,)).lastrowid or 0)
     db.executemany(
@@ -203,8 +210,8 @@ def _is_fresh(rows: list[Row], *, min_version: int) -> bool:
     return any(bool((row.versions >= min_version).any()) for row in rows if not row.greedy)
 
 
-def _evict(db: sqlite3.Connection, *, group_id: int) -> None:
-    evict_group(db, group_id=group_id, reason=STALE, member_state=EpisodeState.FAILED, member_reason=STALE)
+def _evict(db: sqlite3.Connection, *, group_id: int, reason: str = STALE) -> None:
+    evict_group(db, group_id=group_id, reason=reason, member_state=EpisodeState.FAILED, member_reason=reason)
 
 
 def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
@@ -245,7 +252,7 @@ def _decoded(
     episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes, memo: bytes | None
 ) -> Round:
     try:
-        arrays = decode(body)
+        arrays = _NOTHING if body == FORGOTTEN else decode(body)
     except UnderstudyError as error:
         raise UnderstudyError(f"round {round_index} of episode {episode_id}: {error}") from error
     return Round(

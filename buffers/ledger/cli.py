@@ -1,7 +1,7 @@
-"""`python -m buffers.ledger inspect|episodes|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
+"""`python -m buffers.ledger inspect|episodes|export|doctor|backup|rescore|forget RUN`: a run's ledger, for its operator.
 
-RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run lives:
-each command sees the ledger as of one commit. It trains nothing and repairs nothing.
+RUN is a run's folder or a ledger file. Everything but `rescore --revise` and `forget` only reads, and may be used while the run
+lives: each command sees the ledger as of one commit. It trains nothing and repairs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from buffers.ledger.encode import checked_score
 from buffers.ledger.episode_query import EPISODE_KEYS, Query
 from buffers.ledger.episode_views import ORDERS, FilterError, read_agents, search
 from buffers.ledger.export import export_atif, export_messages, export_parquet, recorded_sessions
+from buffers.ledger.forgetting import Forgotten, episodes_of, require_some
 from buffers.ledger.reader import LedgerReader
 from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
@@ -41,15 +42,25 @@ _BACKUP_PAGES = 256
 
 
 def main(
-    arguments: Sequence[str], *, open_ledger: Callable[..., Any], program: str = "python -m buffers.ledger"
+    arguments: Sequence[str],
+    *,
+    open_ledger: Callable[..., Any],
+    program: str = "python -m buffers.ledger",
+    ask: Callable[[Path, dict[str, str]], dict[str, Any]] | None = None,
+    clean_up: Callable[[Path, Forgotten], Iterable[str]] | None = None,
 ) -> int:
     """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes. `program`: what the user calls it
-    by."""
+    by. `ask(folder, what)`: has a live run forget. `clean_up(folder, forgotten)`: the same of a run's other files; lines on
+    what is left."""
     options = _parser(program).parse_args(arguments)
     try:
         path = ledger_path(options.run)
         if options.command == "rescore":
             return rescore(path, options=options, open_ledger=open_ledger)
+        if options.command == "forget":
+            if ask is None or clean_up is None:
+                raise UnderstudyError("forget takes it out of a run's other files, too; use `understudy ledger forget`")
+            return forget(path, options=options, open_ledger=open_ledger, ask=ask, clean_up=clean_up)
         with closing(LedgerReader(path)) as reader, reader.read() as db:
             return int(options.act(db, path=path, options=options))
     except UnderstudyError as error:
@@ -72,6 +83,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "doctor": (doctor, "checks the file, every checksum and the counts"),
         "backup": (backup, "a copy of the ledger, also of a live run"),
         "rescore": (None, "replays stored episodes through another scorer"),
+        "forget": (None, "overwrites what was said in sessions, and tells which versions were trained on it"),
     }
     for name, (act, words) in every.items():
         command = commands.add_parser(name, help=words, description=words)
@@ -101,6 +113,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="a document for each branch: messages, score, ids, log-probabilities",
     )
+    for name in ("export", "forget"):
+        chosen = commands.choices[name]
+        chosen.add_argument("--user", default="", metavar="NAME", help="the sessions of this user's key")
+        chosen.add_argument(
+            "--session", default="", metavar="NAME", help="a session, by its client's name for it or its id"
+        )
+    commands.choices["forget"].add_argument("--episode", default="", metavar="ID", help="this episode alone")
     commands.choices["backup"].add_argument("--to", type=Path, required=True, metavar="FILE")
     again = commands.choices["rescore"]
     again.add_argument("--scorer", required=True, metavar="MODULE.FUNCTION", help="(task, answer) -> score")
@@ -175,13 +194,18 @@ def episodes(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace)
 
 
 def export(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
-    """What was asked for, of every scored episode."""
+    """What was asked for, of every scored episode; of a user's sessions, conversations without a score too."""
     to = options.parquet or options.messages or options.atif
+    only = None
+    if options.user or options.session:
+        only = set(episodes_of(db, user=options.user, session=options.session))
+        require_some([*only], user=options.user, session=options.session)
     try:
         if options.parquet:
-            print(f"{export_parquet(db, path=to)} rows in {to}")
+            print(f"{export_parquet(db, path=to, episodes=only)} rows in {to}")
             return 0
-        sessions = recorded_sessions(db, decoder=TokenDecoder(tokenizer_of(path, given=options.tokenizer)))
+        decoder = TokenDecoder(tokenizer_of(path, given=options.tokenizer))
+        sessions = recorded_sessions(db, decoder=decoder, episodes=only)
         number = export_messages(sessions, path=to) if options.messages else export_atif(sessions, folder=to)
     except OSError as error:
         raise UnderstudyError(f"what is exported must go where it can be written, got {to} ({error})") from error
@@ -238,6 +262,49 @@ def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..
                     number += 1
         print(f"{number} revised; what was in a batch keeps its score", file=sys.stderr)
     return 0
+
+
+def forget(
+    path: Path,
+    *,
+    options: argparse.Namespace,
+    open_ledger: Callable[..., Any],
+    ask: Callable[[Path, dict[str, str]], dict[str, Any]],
+    clean_up: Callable[[Path, Forgotten], Iterable[str]],
+) -> int:
+    """Says what was overwritten, and where it is still. 1: some of it is in a batch just now, and was left."""
+    what = {"user": options.user, "session": options.session, "episode_id": options.episode}
+    if bool(what["episode_id"]) == bool(what["user"] or what["session"]):
+        raise UnderstudyError(
+            "forget takes --user, --session or both, or --episode alone; name what is to be forgotten"
+        )
+    if not is_owned(path):
+        taken = _forget(path, open_ledger=open_ledger, **what)
+    else:
+        told = ask(path.parent, what)
+        taken = Forgotten._make(
+            tuple(each) if isinstance(each, list) else each for each in map(told.get, Forgotten._fields)
+        )
+    print(
+        f"forgotten: {len(taken.episodes)} episodes, {taken.rounds} rounds ({taken.tokens:,} sampled tokens), {taken.words} words "
+        f"of feedback; {taken.untrained} episodes were not trained, and never will be"
+    )
+    for line in clean_up(path.parent, taken):
+        print(line)
+    if taken.in_batch:
+        print(
+            f"left: {', '.join(taken.in_batch)}, in the batch that is trained now; the run forgets a session after it"
+        )
+    return 1 if taken.in_batch else 0
+
+
+def _forget(path: Path, *, open_ledger: Callable[..., Any], user: str, session: str, episode_id: str) -> Forgotten:
+    with open_ledger(path, resume_episodes=True) as ledger:
+        found = [episode_id] if episode_id else ledger.episodes_of(user=user, session=session).result()
+        require_some(found, user=user, session=session)
+        taken: Forgotten = ledger.forget_episodes(episode_ids=found).result()
+        ledger.overwrite(whole=True)
+    return taken
 
 
 def decoder(path: Path, *, given: Path | None, plain: bool = False) -> Decode:

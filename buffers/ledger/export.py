@@ -54,15 +54,17 @@ _SCHEMA = pa.schema(
 )
 
 
-def export_parquet(db: sqlite3.Connection, *, path: Path) -> int:
-    """Write every row of every scored episode; how many."""
-    return write_rows(path, rows=_rows(db), schema=_SCHEMA)
+def export_parquet(db: sqlite3.Connection, *, path: Path, episodes: Collection[str] | None = None) -> int:
+    """Write every row of every scored episode, or of those among these; how many."""
+    return write_rows(path, rows=_rows(db, episodes=episodes), schema=_SCHEMA)
 
 
-def _rows(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
+def _rows(db: sqlite3.Connection, *, episodes: Collection[str] | None) -> Iterator[dict[str, Any]]:
     groups = db.execute("SELECT group_id, task_id, state FROM grp WHERE num_scored > 0 ORDER BY group_id").fetchall()
     for group_id, task_id, state in groups:
         for row in group_rows(db, group_id=group_id):
+            if episodes is not None and row.episode_id not in episodes:
+                continue
             nested = {
                 "round_scores": [{"round_index": index, "score": s} for index, s in row.round_scores.items()],
                 "judges": [{"judge": judge, "score": s} for judge, s in (row.judges or {}).items()],
@@ -106,11 +108,12 @@ class RecordedSession:
 def recorded_sessions(
     db: sqlite3.Connection, *, decoder: TokenDecoder, episodes: Collection[str] | None = None
 ) -> Iterator[RecordedSession]:
-    """Those of all scored episodes, or of these; each branch that trains something is one. The ledger keeps ids: roles, calls and
-    thoughts are read off the template's marks."""
+    """Those of all scored episodes, or of these, scored or not; each branch that trains something is one. The ledger keeps ids:
+    roles, calls and thoughts are read off the template's marks."""
     found = db.execute(
         "SELECT episode_id, score, task_id, group_id, grp.state FROM episode JOIN grp USING (group_id) "
-        "WHERE episode.state = 'scored' ORDER BY group_id, sample_index"
+        "WHERE episode.state = 'scored' OR ? ORDER BY group_id, sample_index",
+        (episodes is not None,),
     ).fetchall()
     for episode_id, score, task_id, group_id, state in found:
         if episodes is not None and episode_id not in episodes:

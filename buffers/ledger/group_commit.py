@@ -157,6 +157,11 @@ class GroupCommit:
                     self._stir()
         return job.future
 
+    def apart(self, work: Callable[[], T]) -> T:
+        """Run `work` in this thread while no transaction is under way, and none begins: what SQLite does in none."""
+        with self._turn:
+            return work()
+
     def _commit_inline(self) -> None:
         """Commit what waits, if no other thread does and this one may."""
         if (

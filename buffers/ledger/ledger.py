@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import batches, checkpoints, episodes, scores, sessions, validation
+from buffers.ledger import batches, checkpoints, episodes, forgetting, scores, sessions, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode
 from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of, why_not_stored
-from buffers.ledger.schema import open_database
+from buffers.ledger.schema import open_database, overwrite
 from buffers.records import Episode, EpisodeState, Replay, Round, ScoreDetail, Task, TrainBatch, UInt8
 
 P = ParamSpec("P")
@@ -220,6 +220,15 @@ class Ledger:
     name_answer = _method(sessions.name_answer)
     give_feedback = _method(sessions.give_feedback)
     settle_session = _method(sessions.settle_session)
+    episodes_of = _method(forgetting.episodes_of)
+    expired_sessions = _method(forgetting.expired_sessions)
+    forget_episodes = _method(forgetting.forget_episodes)
+
+    def overwrite(self, *, whole: bool, wait_s: float = 10.0) -> None:
+        """Leave nothing of what was forgotten in the file and its log; blocks, and nothing is stored meanwhile. `whole`: the file
+        is written anew, which gives its space back, too. Raises UnderstudyError."""
+        if self.path is not None:
+            self._writer.apart(partial(overwrite, self.path, whole=whole, wait_s=wait_s))
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""

@@ -29,7 +29,7 @@ SLOWEST_BYTES_PER_S = 1e6
 """A read of a file takes longer than `LONGEST_READ_S` by its size only, as it leads through no page of it twice."""
 
 
-# Seconds since 1970. For people who look at the ledger: nothing is decided by it, as clocks jump.
+# Seconds since 1970. For people who look at the ledger: as clocks jump, nothing is decided by it but that a session is old.
 _NOW = "(julianday('now') - 2440587.5) * 86400.0"
 
 
@@ -103,7 +103,7 @@ CREATE TABLE round(
     parent        INTEGER CHECK (parent BETWEEN 0 AND round_index - 1),
     num_sampled   INTEGER NOT NULL,
     finish_reason TEXT NOT NULL,
-    body          BLOB NOT NULL,
+    body          BLOB NOT NULL,  -- of no bytes: it was forgotten
     memo          BLOB,
     trained       BLOB,  -- a byte for each sampled token, 0: not to be trained; NULL: all are
     role          TEXT NOT NULL DEFAULT '',  -- the role that was asked; '': the run has none
@@ -130,14 +130,17 @@ CREATE TABLE score(
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
 -- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
--- calls it ('': nothing), and whether its calls stand beside the main line.
+-- calls it ('': nothing), and whether its calls stand beside the main line. heard_at: when something of it was stored last; 0: it
+-- is to be forgotten, NULL: it was.
 CREATE TABLE session(
     episode_id TEXT PRIMARY KEY REFERENCES episode(episode_id),
     user       TEXT NOT NULL,
     name       TEXT NOT NULL,
-    is_side    INTEGER NOT NULL
+    is_side    INTEGER NOT NULL,
+    heard_at   REAL DEFAULT ({_NOW})
 ) WITHOUT ROWID;
 CREATE INDEX session_by_name ON session(user, name);
+CREATE INDEX session_by_age ON session(heard_at) WHERE heard_at IS NOT NULL;
 
 -- The round that is the answer to a request, by the id that the client has read in it.
 CREATE TABLE answer(
@@ -145,6 +148,7 @@ CREATE TABLE answer(
     episode_id  TEXT NOT NULL REFERENCES session(episode_id),
     round_index INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX answer_by_episode ON answer(episode_id);
 
 -- A lease lives as long as the process that has the file open. max_trained: how often it may be that a group of it is trained.
 CREATE TABLE lease(
@@ -185,6 +189,7 @@ CREATE TABLE trained(
     group_id INTEGER NOT NULL REFERENCES grp(group_id),
     PRIMARY KEY (step_id, group_id)
 ) WITHOUT ROWID;
+CREATE INDEX trained_by_group ON trained(group_id);
 
 CREATE TABLE counter(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -312,6 +317,23 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
     return db
 
 
+def overwrite(path: Path, *, whole: bool, wait_s: float) -> None:
+    """Leave nothing of what was deleted in a ledger's file and in its log. `whole`: the file is written anew, which gives its space
+    back, too. For the owner, between two transactions. Raises UnderstudyError."""
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=wait_s)) as db:
+            db.execute("PRAGMA secure_delete = ON")
+            if whole:
+                db.execute("VACUUM")
+            (is_held, *_) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error as error:
+        raise UnderstudyError(
+            f"ledger {path} cannot be written anew: {why_not_stored(error, name=str(path))}"
+        ) from error
+    if is_held:
+        raise UnderstudyError(f"ledger {path} is being read, so that its log keeps what was deleted; ask again later")
+
+
 @contextmanager
 def bounded(db: sqlite3.Connection, *, path: Path) -> Iterator[None]:
     """Ends reads in this block, with sqlite3.OperationalError, that take longer than a file of this size can."""
@@ -381,6 +403,7 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
     for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
         db.execute(f"PRAGMA {pragma}")
     db.execute("PRAGMA temp_store = MEMORY")
+    db.execute("PRAGMA secure_delete = ON")
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA journal_size_limit = 67108864")
     db.execute("BEGIN IMMEDIATE")

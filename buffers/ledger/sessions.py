@@ -50,7 +50,8 @@ def open_session(
             "UPDATE episode SET version = ?, started_at = (julianday('now') - 2440587.5) * 86400.0 WHERE episode_id = ?",
             (version, episode_id),
         )
-        db.execute("INSERT INTO session VALUES (?, ?, ?, ?)", (episode_id, user, name, is_side))
+        values = (episode_id, user, name, is_side)
+        db.execute("INSERT INTO session(episode_id, user, name, is_side) VALUES (?, ?, ?, ?)", values)
     row = read_episode(db, episode_id=episode_id)
     return Session(episode_id, row.group_id, name, is_side)
 
@@ -73,6 +74,7 @@ def name_answer(db: sqlite3.Connection, *, request_id: str, episode_id: str, rou
     db.execute(
         "INSERT INTO answer VALUES (?, ?, ?) ON CONFLICT (request_id) DO NOTHING", (request_id, episode_id, round_index)
     )
+    _heard(db, episode_id=episode_id)
 
 
 @operation(refusable=True)
@@ -91,6 +93,7 @@ def give_feedback(
     everybody's sessions. A later score of the same source takes the place of the one before. Raises UnknownEpisode."""
     episode_id, index = _meant(db, user=user, session=session, response_id=response_id, round_index=round_index)
     row = read_episode(db, episode_id=episode_id)
+    _heard(db, episode_id=episode_id)
     detail = ScoreDetail(round_index=index, judge=source, final=False, revise=True, hint=text)
     if score is None:
         is_new = say(db, row=row, detail=detail)
@@ -107,10 +110,12 @@ def give_feedback(
 
 @operation(repeatable=True)
 def settle_session(db: sqlite3.Connection, *, episode_id: str, words_count: bool) -> bool:
-    """End a session that has feedback: its score is the mean of what was said of the whole, else of its rounds. False: nothing was
-    said of it. `words_count`: a session of which only words were said is trained, too, with a score of 0."""
+    """End a session that has feedback, and is no side call: its score is the mean of what was said of the whole, else of its
+    rounds. False: nothing was said of it. `words_count`: a session of which only words were said is trained, too, with a score of
+    0."""
     row = read_episode(db, episode_id=episode_id)
-    if row.state != EpisodeState.RUNNING:
+    is_side = "SELECT 1 FROM session WHERE episode_id = ? AND is_side"
+    if row.state != EpisodeState.RUNNING or db.execute(is_side, (episode_id,)).fetchone():
         return False
     counts = "SELECT avg(value) FROM score WHERE episode_id = ? AND part = ? AND verdict IN ('stored', 'revised')"
     (whole,) = db.execute(counts, (episode_id, "whole")).fetchone()
@@ -152,6 +157,13 @@ def scored_before(db: sqlite3.Connection, *, user: str) -> float | None:
     return None if mean is None else float(mean)
 
 
+def _heard(db: sqlite3.Connection, *, episode_id: str) -> None:
+    db.execute(
+        "UPDATE session SET heard_at = (julianday('now') - 2440587.5) * 86400.0 WHERE episode_id = ? AND heard_at > 0",
+        (episode_id,),
+    )
+
+
 def _meant(
     db: sqlite3.Connection, *, user: str | None, session: str, response_id: str, round_index: int | None
 ) -> tuple[str, int | None]:
@@ -166,7 +178,7 @@ def _meant(
     else:
         found = db.execute(
             "SELECT episode_id, NULL FROM session JOIN episode USING (episode_id) WHERE (name = :id OR episode_id = :id) "
-            f"AND is_side = 0{mine} ORDER BY seq DESC LIMIT 1",
+            f"AND is_side = 0 AND heard_at > 0{mine} ORDER BY seq DESC LIMIT 1",
             {"id": session, "user": user},
         ).fetchone()
         what = (

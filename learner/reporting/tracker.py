@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -318,6 +318,18 @@ def cut_lines(path: Path, *, after: int) -> list[dict[str, Any]]:
             with replacing(path) as scratch:
                 scratch.write_text(left, encoding="utf-8")
     return kept
+
+
+def drop_lines(path: Path, *, episodes: Collection[str]) -> int:
+    """Drops the lines of a JSONL file that are of these episodes; how many."""
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if not any(f'"{name}"' in line for name in episodes)]
+    if len(kept) < len(lines):
+        with replacing(path) as scratch:
+            scratch.write_text("".join(kept), encoding="utf-8")
+    return len(lines) - len(kept)
 
 
 # `Traces`: some whole episodes of each batch, as text and as tokens, in `traces.jsonl`. Invariant: a line shows what was

@@ -91,6 +91,8 @@ class LiveEpisode:
     episode: Episode
     worker: str | None = None
     """Name of the worker that leased it, empty for those without one; None: it is played in this project."""
+    is_recorded: bool = True
+    """False: its requests are answered, and nothing of them is stored or remembered."""
     adapter: str = ""
     """The adapter that its requests are answered with, by name; empty: the newest of the policy."""
     requests: int = 0

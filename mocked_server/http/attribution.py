@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
+from buffers.errors import EpisodeClosed, EpisodeError, RequestRefused, UnknownEpisode
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.dialects import (
     GENERATE,
@@ -138,6 +138,8 @@ class Attribution:
             call = await self._opened(key, path, headers)
         except EpisodeClosed as error:
             raise Failure(403, str(error), code="episode_closed") from error
+        except RequestRefused as error:
+            raise Failure(error.status, str(error), code="invalid_request") from error
         except EpisodeError as error:
             raise Failure(401, str(error), code="invalid_api_key") from error
         if path in GENERATING and self.is_full():

@@ -58,6 +58,7 @@ REFUSED = frozenset(range(400, 500)) - {403}
 """Statuses that are counted; 403 follows from the end of an episode."""
 MAX_REASONS = 32
 MAX_REASON_CHARS = 1000
+NOT_RECORDED = "of a request that is not recorded"
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What vLLM's HTTP layer raises at a request that is not as it expects."""
 
@@ -202,7 +203,8 @@ class ModelRequests:
                     raise
                 failure = self._unreadable(call, path, cause, was_served=reply.has_begun)
         if why and reply.can_be_text:
-            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why[:MAX_REASON_CHARS])
+            shown = why[:MAX_REASON_CHARS] if call.live.is_recorded else NOT_RECORDED
+            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, shown)
             call.tells_text = True
             await self._ask(call, scope, replaying(body, receive), send)
         elif reply.has_begun and failure is not None:
@@ -215,13 +217,19 @@ class ModelRequests:
     def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
         """The application failed: at the request, if it had not begun to generate; else by itself."""
         what = f"{type(error).__name__}: {str(error)[:200]}"
+        shown = call.live.is_recorded
         if was_served or call.generates or path == GENERATE:
-            logger.error("an answer of episode %s to %s failed", call.live.episode_id, path, exc_info=error)
+            logger.error(
+                "an answer of episode %s to %s failed", call.live.episode_id, path, exc_info=error if shown else None
+            )
             return Failure(500, f"the server failed on this request ({what})", code="server_error")
-        logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, path, what)
+        logged = what if shown else NOT_RECORDED
+        logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, path, logged)
         return Failure(400, f"the request cannot be read ({what}); check its fields", code="invalid_request")
 
     def _count(self, message: str) -> None:
+        if (call := current_call.get()) is not None and not call.live.is_recorded:
+            message = NOT_RECORDED
         why = " ".join(message[:MAX_REASON_CHARS].split())
         self.refused[why if why in self.refused or len(self.refused) < MAX_REASONS else "other reasons"] += 1
 

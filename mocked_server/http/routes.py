@@ -10,6 +10,7 @@ Prometheus' client.
 | `POST /feedback` | user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key will do |
 | `GET /health`    | none   | 200 while the server answers                                                      |
 | `POST /versions` | admin  | serves another version to users: see `VersionBody` |
+| `POST /forget`   | admin  | overwrites sessions of users: see `ForgetBody` |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
 
 A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
@@ -80,6 +81,7 @@ class EpisodeService(Protocol):
 
     async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]: ...
     async def change_version(self, action: str, version: int | None) -> dict[str, Any]: ...
+    async def forget(self, **what: str) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
     def engine_figures(self) -> Sequence[EngineFigures]: ...
     def check_storage(self) -> None:
@@ -172,6 +174,21 @@ class VersionBody(BaseModel):
         return self
 
 
+class ForgetBody(BaseModel):
+    """An episode, or sessions: those of a user, those of a name, or both."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    user: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    session: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+    episode_id: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] = ""
+
+    @model_validator(mode="after")
+    def _named(self) -> ForgetBody:
+        if bool(self.episode_id) == bool(self.user or self.session):
+            raise ValueError("either episode_id must be given, or user or session or both")
+        return self
+
+
 class TasksBody(BaseModel):
     """Rows as in a task file."""
 
@@ -249,6 +266,10 @@ def build_admin_app(service: EpisodeService) -> FastAPI:
     @app.post("/versions", dependencies=admin)
     async def versions(body: VersionBody) -> dict[str, Any]:
         return await service.change_version(body.action, body.version)
+
+    @app.post("/forget", dependencies=admin)
+    async def forget(body: ForgetBody) -> dict[str, Any]:
+        return await service.forget(**body.model_dump())
 
     @app.get("/status", dependencies=admin)
     async def status() -> dict[str, Any]:

@@ -324,14 +324,14 @@ class QueueClient:
         if call is not None and call.extra_args:
             params.extra_args = {**(params.extra_args or {}), **call.extra_args}
         reply = PendingReply()
+        adapter = {ADAPTER_OF: live.adapter} if live and live.adapter else {}
+        live = live if live is None or live.is_recorded else None
         prompt = Prompt(
             request_id=request_id,
             episode_id=None if live is None else live.episode_id,
             group_id=None if live is None else live.episode.group_id,
             prompt_token_ids=ids,
-            sampling=Sampling(
-                params=params, extra={**(extra or {}), **({ADAPTER_OF: live.adapter} if live and live.adapter else {})}
-            ),
+            sampling=Sampling(params=params, extra={**(extra or {}), **adapter}),
             reply=reply,
             parent=None if plan is None else plan.parent_index,
             memo=b"" if plan is None else memo_of(plan.chat, plan.cause),

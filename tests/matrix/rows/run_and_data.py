@@ -17,6 +17,7 @@ JUDGE = "tests/env_adapters/scoring/test_judge.py"
 NEXT = "tests/mocked_server/test_next_turn.py"
 LIVE = "tests/project/test_live.py"
 GATE = "tests/learner/test_live_versions.py"
+WHOSE = "tests/mocked_server/test_whose_data.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
 
 
@@ -70,6 +71,8 @@ def _run_rows() -> list[Row]:
         Row("serve.judge.prompt", "", f"{NEXT}::test_a_prompt_without_places_is_refused"),
         Row("serve.judge.max_tokens", "", f"{NEXT}::test_the_policy_judges_its_own_answers_by_what_is_said_next"),
         Row("serve.judge.timeout_s", "", f"{NEXT}::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"),
+        Row("serve.retention_days", "set", f"{WHOSE}::test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back"),
+        Row("serve.retention_days", "null", f"{WHOSE}::test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused"),
         Row("learner.stage", "sft", "tests/project/test_sft.py::test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been"),
         Row("learner.stage", "rl", "prompts", lambda ended: expect(_steps(ended) != [], f"steps {_steps(ended)}")),
     ]  # fmt: skip

@@ -1,0 +1,264 @@
+"""Whose data it is: what is not recorded leaves nothing, what is forgotten is gone, and a run that forgets what is old grows with
+what it keeps. Rules of mocked_server/live_sessions.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import anthropic
+import numpy as np
+import pytest
+from openai import BadRequestError, OpenAI
+
+from buffers.ledger.doctor import findings
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.reader import LedgerReader
+from configs.load import ConfigError, load_config, shipped
+from configs.schema import RolloutConfig
+from learner import live
+from mocked_server import live_sessions
+from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import LiveSessions
+from tests.support.buffer_parts import make_round
+from tests.support.live_week import live_through
+from tests.support.server_parts import ServerThread
+
+DAY_S = 86_400.0
+NONE = {"x-understudy-record": "none"}
+
+
+class Served:
+    """A server with users, and a scripted engine."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.path = folder / "run" / "ledger.sqlite"
+        self.path.parent.mkdir()
+        self.keys = LiveKeys(self.path.parent)
+        self.server = ServerThread(
+            model, rollout=RolloutConfig(max_model_len=512, max_tokens=16), ledger=Ledger(self.path)
+        )
+        start = self.server._resume
+
+        def serve() -> None:
+            start()
+            self.sessions = self.server.server.serve_users(
+                self.server.ledger, keys=self.keys, silence_s=600.0, words_count=False, version=lambda: 0, adapter=""
+            )
+            self.server.generation.on_round = self.sessions.recorded
+
+        self.server._resume = serve  # type: ignore[method-assign]
+        self.server.start()
+
+    def client(self, key: str, **headers: str) -> OpenAI:
+        made = OpenAI(base_url=f"{self.server.server.base_url}/v1", api_key=key, max_retries=0, default_headers=headers)
+        self.server._clients.append(made)
+        return made
+
+    def texts(self) -> str:
+        """All prompts and answers that the ledger has, as text."""
+        with closing(LedgerReader(self.path)) as reader, reader.read() as db:
+            found = [name for (name,) in db.execute("SELECT episode_id FROM session ORDER BY episode_id")]
+        rounds = [each for name in found for each in self.server.stored(name)]
+        return " ".join(self.server.tokenizer.decode(np.append(each.tail_ids, each.sampled_ids)) for each in rounds)
+
+
+@pytest.fixture
+def served(tiny_model: Path, tmp_path: Path) -> Iterator[Served]:
+    served = Served(tiny_model, tmp_path)
+    yield served
+    served.server.stop()
+
+
+def unasked(ledger: Ledger, *, retention_s: float | None) -> LiveSessions:
+    """The sessions of a run that nobody asks for anything."""
+    assert ledger.path is not None
+    return LiveSessions(
+        ledger, keys=LiveKeys(ledger.path.with_name("run")), episodes=Episodes(), silence_s=60.0, retention_s=retention_s,
+        words_count=False, version=lambda: 0, adapter="", restore=lambda *_: pytest.fail("none is open"),
+        on_ended=lambda *_: None,
+    )  # fmt: skip
+
+
+def ask(client: OpenAI, *words: str, **more: object) -> str:
+    """The id of the answer to a conversation."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(words)]
+    answer = client.chat.completions.create(model="policy", messages=messages, **more)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == "ok"
+    return str(answer.id)
+
+
+def test_what_is_not_to_be_recorded_is_answered_and_leaves_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a header, or by the key; in a session that is recorded else, too; in each dialect, whole and streamed."""
+    key = served.keys.add("ann")
+    ann, hidden = served.client(key), served.client(key, **NONE)
+    off = served.client(served.keys.add("off", excluded=True))
+    ask(ann, "apple")
+    ids = [ask(hidden, "banana"), ask(off, "cherry"), ask(ann, "apple", "ok", "damson", extra_headers=NONE)]
+    ids.append(ask(ann, "elder", extra_headers={**NONE, "x-session-id": "mine"}))
+    ids.append(hidden.responses.create(model="policy", input="fig").id)
+    parts = off.chat.completions.create(model="policy", messages=[{"role": "user", "content": "grape"}], stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == "ok"
+    with anthropic.Anthropic(base_url=served.server.server.base_url, auth_token=None, api_key=key) as claude:
+        told = claude.messages.create(
+            model="policy", max_tokens=8, messages=[{"role": "user", "content": "hazel"}], extra_headers=NONE
+        )
+        assert told.content
+    with caplog.at_level(logging.INFO), pytest.raises(BadRequestError):
+        off.chat.completions.create(model="policy", messages=[{"role": "user", "content": {"iris": 1}}])  # type: ignore[misc, list-item]
+    assert "iris" not in caplog.text and not any("iris" in why for why in served.server.server.model_requests.refused)
+    ask(ann, "apple", "ok", "kiwi")
+
+    texts = served.texts()
+    assert texts.count("apple") == 1 and "kiwi" in texts
+    for word in ("banana", "cherry", "damson", "elder", "fig", "grape", "hazel", "iris"):
+        assert word not in texts
+    assert served.server.ledger.counts()["rounds"] == 2 and served.server.ledger.counts()["episodes/running"] == 1
+    assert served.server.server.status()["live/unrecorded"] == 8
+    assert not any(served.sessions.door_of(name).rounds for name in ("ann", "off"))
+    with served.server.http(key) as http:
+        for each in ids:
+            said = http.post("/feedback", json={"response_id": each, "score": 1.0})
+            assert said.status_code == 404 and "nothing is stored of it" in said.text
+
+
+def test_a_wrong_word_in_the_header_is_refused_and_not_recorded(served: Served) -> None:
+    ann = served.client(served.keys.add("ann"))
+    with pytest.raises(
+        BadRequestError, match="x-understudy-record must be none, got 'no'; leave it out to be recorded"
+    ):
+        ask(ann, "apple", extra_headers={"x-understudy-record": "no"})
+    assert served.server.ledger.counts()["rounds"] == 0
+
+
+def test_store_false_is_about_what_the_api_gives_back_and_does_not_exclude(served: Served) -> None:
+    """Clients send it by default, some with every request."""
+    ask(served.client(served.keys.add("ann")), "apple", store=False)
+    assert "apple" in served.texts()
+
+
+def test_a_key_that_excludes_is_listed_and_counts_at_once(served: Served) -> None:
+    ann = served.client(served.keys.add("ann"))
+    ask(ann, "apple")
+    hidden = served.client(served.keys.add("ann", excluded=True))
+    ask(hidden, "banana")
+    assert served.keys.read()["ann"]["excluded"] and "banana" not in served.texts()
+    with pytest.raises(Exception, match="opens no episode"):
+        ask(ann, "cherry")
+
+
+def test_the_command_makes_a_key_of_which_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = [f"run.dir={tmp_path}", "run.name=mine"]
+    assert live.keys(["add", "off", "--no-learning", *place]) == 0 and live.keys(["add", "ann", *place]) == 0
+    keys = LiveKeys(tmp_path / "mine")
+    assert [keys.is_excluded(name) for name in ("off", "ann", "eve")] == [True, False, False]
+    assert live.keys(["list", *place]) == 0
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert ["nothing is stored" in line for line in listed] == [True, False]
+
+
+def test_a_running_run_forgets_what_its_administrator_asks_for(served: Served) -> None:
+    """What is being generated for it ends; a later request begins another stretch."""
+    key = served.keys.add("ann")
+    ann, bob = served.client(key), served.client(served.keys.add("bob"))
+    apple = ask(ann, "apple", extra_headers={"x-session-id": "mine"})
+    ask(ann, "apple")
+    ask(bob, "banana")
+    with served.server.http(served.server.server.keys.admin) as admin, served.server.http(key) as http:
+        assert http.post("/forget", json={"user": "ann"}).status_code in (401, 404)
+        assert admin.post("/forget", json={}).status_code == 422
+        assert admin.post("/forget", json={"user": "eve"}).status_code == 404
+        told = admin.post("/forget", json={"session": "mine"})
+        assert told.status_code == 200 and (told.json()["rounds"], told.json()["untrained"]) == (1, 1)
+        assert served.texts().count("apple") == 1
+        assert http.post("/feedback", json={"response_id": apple, "score": 1.0}).status_code == 404
+        ask(ann, "apple", "ok", "cherry", extra_headers={"x-session-id": "mine"})
+        served.server.engine.gate.clear()
+        begun, slow = (
+            ann.chat.completions.create(model="policy", messages=[{"role": "user", "content": "damson"}], stream=True),
+            None,
+        )
+        told = admin.post("/forget", json={"user": "ann"})
+        served.server.engine.gate.set()
+        with pytest.raises(Exception, match="forgotten"):
+            slow = [*begun]
+        assert slow is None and told.json()["rounds"] == 2
+    texts = served.texts()
+    assert "banana" in texts and not any(word in texts for word in ("apple", "cherry", "damson"))
+    assert served.server.server.status()["live/forgotten"] == 4
+    with closing(LedgerReader(served.path)) as reader, reader.read() as db:
+        assert findings(db) == []
+
+
+@pytest.mark.seconds
+@pytest.mark.long
+async def test_a_week_of_sessions_leaves_a_file_and_a_memory_of_what_is_kept(tmp_path: Path) -> None:
+    """5,040 sessions, of which a day is kept: the file does not grow any more, but for what a forgotten session leaves to count."""
+    week = await live_through(tmp_path, hours=168, sessions_per_hour=30, retention_days=1.0, prompt=6_000, answer=200)
+    assert week[-1].sessions == 5_040 and {hour.kept for hour in week[24:]} == {720}
+    full, last = max(hour.file_bytes for hour in week[:24]), max(hour.file_bytes for hour in week[-24:])
+    assert last - full < 4_000 * (week[-1].sessions - 720)
+    assert week[-1].heap_bytes - week[48].heap_bytes < 2_000_000
+
+
+async def test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short rounds share pages, which are free only once the file is written anew: when half of it was forgotten."""
+    monkeypatch.setattr(live_sessions, "REWRITTEN_BYTES", 100_000)
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        for number in range(200):
+            ledger.open_session(episode_id=f"{number}", user="ann", name="", is_side=False, version=0)
+            ledger.put_round(make_round(f"{number}", tail=range(2_000)))
+        ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5 WHERE episode_id < '9'") and None).result()
+        ledger.overwrite(whole=True)
+        before = path.stat().st_size
+        sessions = unasked(ledger, retention_s=DAY_S)
+        sizes = []
+        for _ in range(4):
+            await sessions.look()
+            sizes.append(path.stat().st_size)
+        assert sessions.figures()["live/forgotten"] == 189
+        assert before > 1_600_000 and sizes[0] == before and sizes[-1] < before - 900_000
+
+
+async def test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused(
+    tmp_path: Path,
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.open_session(episode_id="old", user="ann", name="", is_side=False, version=0)
+        ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5") and None).result()
+        await unasked(ledger, retention_s=None).look()
+        assert ledger.episodes_of(user="ann", session="").result() == ["old"]
+        await unasked(ledger, retention_s=DAY_S).look()
+        assert ledger.episodes_of(user="ann", session="").result() == []
+    serve = ["serve.enabled=true", "serve.silence_s=600"]
+    assert load_config(shipped(Path("live")), [*serve, "serve.retention_days=1"]).serve.retention_days == 1.0
+    with pytest.raises(ConfigError, match=r"must be longer than serve\.silence_s=600"):
+        load_config(shipped(Path("live")), [*serve, "serve.retention_days=0.001"])
+
+
+async def test_feedback_before_a_restart_is_learned_from_before_its_session_is_forgotten(tmp_path: Path) -> None:
+    """Its agent never came back: nothing else would have ended it."""
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for name in ("said", "silent"):
+            ledger.open_session(episode_id=name, user="ann", name=name, is_side=False, version=0)
+            ledger.put_round(make_round(name)).result()
+        asked = {"response_id": "", "round_index": None, "score": 1.0, "text": "", "source": ""}
+        ledger.give_feedback(user="ann", session="said", **asked).result()
+        ledger.run(lambda db: db.execute("UPDATE session SET heard_at = 5") and None).result()
+        sessions = unasked(ledger, retention_s=DAY_S)
+        await sessions.look()
+        assert ledger.counts()["groups/ready"] == 1 and ledger.counts()["evicted/forgotten"] == 1
+        assert len(ledger.rounds("said").result()[0].sampled_ids) == 3
+        batch = ledger.claim(1, min_version=0).result()
+        assert batch is not None and [row.episode_id for row in batch.rows] == ["said"]
+        ledger.commit_step(batch.lease_id, step=1, version=1).result()
+        await sessions.look()
+        assert ledger.rounds("said").result()[0].sampled_ids.size == 0 and sessions.figures()["live/forgotten"] == 2
