@@ -96,8 +96,8 @@ class LiveSessions:
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
-        roles: Sequence[str],
-        decode: Callable[[list[int]], str],
+        roles: Sequence[str] = (),
+        decode: Callable[[list[int]], str] = str,
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
     ) -> None:

@@ -154,10 +154,11 @@ def test_a_key_that_excludes_is_listed_and_counts_at_once(served: Served) -> Non
 
 def test_the_command_makes_a_key_of_which_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = [f"run.dir={tmp_path}", "run.name=mine"]
-    assert live.keys(["add", "off", "--no-learning", *place]) == 0 and live.keys(["add", "ann", *place]) == 0
+    assert live.keys(["add", "off", "--no-learning", *place], users=LiveKeys) == 0
+    assert live.keys(["add", "ann", *place], users=LiveKeys) == 0
     keys = LiveKeys(tmp_path / "mine")
     assert [keys.is_excluded(name) for name in ("off", "ann", "eve")] == [True, False, False]
-    assert live.keys(["list", *place]) == 0
+    assert live.keys(["list", *place], users=LiveKeys) == 0
     listed = capsys.readouterr().out.splitlines()[2:]
     assert ["nothing is stored" in line for line in listed] == [True, False]
 
