@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 import sys
 import time
@@ -10,14 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 
 from buffers.errors import UnderstudyError
 from buffers.ledger.forgetting import Forgotten
+from buffers.outgoing import RUN, Outgoing
 from configs.load import ConfigError, load_config, shipped
 from learner.live_versions import trained_in
 from learner.reporting.tracker import FILE as TRACES
 from learner.reporting.tracker import drop_lines
+
+ANSWER_S = 600.0
+"""Longest time for an answer: a large ledger takes its time to forget."""
 
 
 class Users(Protocol):
@@ -99,9 +104,14 @@ def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any
     try:
         place = dict(word.split("=", 1) for word in shlex.split((run / f"{who}.env").read_text(encoding="utf-8")))
         headers = {"Authorization": f"Bearer {place[f'{who.upper()}_KEY']}"}
-        answer = httpx.post(f"{place['SERVER_URL']}/{route}", json=body, headers=headers, timeout=600.0)
+
+        async def post() -> httpx2.Response:
+            async with Outgoing(RUN, headers=headers) as client, asyncio.timeout(ANSWER_S):
+                return await client.post(f"{place['SERVER_URL']}/{route}", json=body)
+
+        answer = asyncio.run(post())
         told: dict[str, Any] = answer.json()
-    except (OSError, KeyError, ValueError, httpx.HTTPError) as error:
+    except (OSError, KeyError, ValueError, httpx2.HTTPError) as error:
         print(f"understudy: RUN must be a live run that is running, got {run} ({error!r:.200})", file=sys.stderr)
         return None
     if answer.status_code != 200:

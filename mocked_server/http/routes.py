@@ -212,6 +212,11 @@ def build_app(service: EpisodeService) -> FastAPI:
     """The routes of agents and scorers."""
     app = _bare_app()
     its_worker = _requires(service, KeyRing.worker_of, "worker")
+    its_user = _requires(
+        service,
+        lambda keys, given: service.user_of(given) or ("" if keys.same(given, keys.scorer) else None),
+        "user's or the scorer's",
+    )
     its_scorer = _requires(service, lambda keys, given: "" if keys.same(given, keys.scorer) else None, "scorer")
 
     @app.get("/tasks", dependencies=[its_worker])
@@ -237,13 +242,9 @@ def build_app(service: EpisodeService) -> FastAPI:
         return {"episode_id": body.episode_id, "stored": stored}
 
     @app.post("/feedback")
-    async def feedback(body: FeedbackBody, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
-        given = _bearer(authorization)
-        user = service.user_of(given)
-        if user is None and not service.keys.same(given, service.keys.scorer):
-            raise _Unauthorized("feedback needs a user's key, or the scorer's, as `Authorization: Bearer <key>`")
+    async def feedback(body: FeedbackBody, user: str = its_user) -> dict[str, Any]:
         service.check_storage()
-        return await service.feedback(user=user, **body.model_dump())
+        return await service.feedback(user=user or None, **body.model_dump())
 
     @app.get("/episode", dependencies=[its_scorer])
     async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
@@ -313,16 +314,13 @@ def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | Non
     """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
     def check(authorization: Annotated[str, Header()] = "") -> str:
-        whose = opens(service.keys, _bearer(authorization))
+        given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+        whose = opens(service.keys, given)
         if whose is None:
             raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
         return whose
 
     return Depends(check)
-
-
-def _bearer(authorization: str) -> str:
-    return authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
 
 
 class _Unauthorized(UnderstudyError):

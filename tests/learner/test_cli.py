@@ -80,7 +80,8 @@ def test_an_unknown_command_is_told_the_known_ones(tmp_path):
     done = understudy("trian", cwd=tmp_path)
     assert (
         done.returncode == 2
-        and "demo, init, run, resume, check, import, ledger, eval, compare, why, page, keys, got 'trian'" in done.stderr
+        and "demo, init, run, serve, feedback, resume, check, import, ledger, eval, compare, why, page, keys, got 'trian'"
+        in done.stderr
     )
 
 
