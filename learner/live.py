@@ -67,6 +67,8 @@ def versions(action: str, words: list[str]) -> int:
         return 2
     print(f"version {told['served']} is served")
     if action == "status":
+        if (compared := told.get("compared")) is not None:
+            print("  ".join(_mean(compared, who) for who in ("policy", "upstream")))
         for each in told["versions"]:
             gate = each.get("gate", {})
             scored = f"  gate {gate['mean']:.3f} (parent {gate['parent_mean']:.3f})" if "mean" in gate else ""
@@ -74,6 +76,11 @@ def versions(action: str, words: list[str]) -> int:
                 f"{each['version']:>6}  {each['state']:<9}{scored}  {len(each.get('sessions', []))} sessions  {each.get('why', '')}"
             )
     return 0
+
+
+def _mean(compared: dict[str, Any], who: str) -> str:
+    mean, number = compared[who], compared[f"{who}_sessions"]
+    return f"{who}: no feedback" if mean is None else f"{who}: {mean:.3f} in {number} sessions with feedback"
 
 
 def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ Loop row: `run` looks once in a while for sessions that were silent for `silence
 the others are forgotten here and go on in the ledger, where a later request, or a restart, finds them.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
-trained; a session that was ended goes on as another episode of the same name.
+trained; a session that was ended goes on as another episode of the same name; a session stays with the model that began it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from starlette.types import Scope, Send
+
 from buffers.errors import UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.sessions import FeedbackTaken, Session
@@ -30,8 +32,11 @@ from buffers.records import Episode, Round, Task
 from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES, Episodes, LiveEpisode
+from mocked_server.http.dialects import Failure
 from mocked_server.http.session_marks import SessionMark, session_mark
 from mocked_server.live_keys import LiveKeys
+from mocked_server.request_context import Call
+from mocked_server.watching import Watching, is_down
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +90,10 @@ class LiveSessions:
         adapter: str,
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
+        watching: Watching | None = None,
     ) -> None:
+        """`watching`: answers a share of the sessions by another model. None: the policy answers all."""
+        self.watching = watching
         self.keys = keys
         self._ledger = ledger
         self._episodes = episodes
@@ -115,7 +123,9 @@ class LiveSessions:
         ) -> LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]:
             mark = session_mark(path, headers, body)
             if mark.name:
-                return await self._of_name(self._user(user), mark)
+                return await self._of_name(self._user(user), mark, path)
+            if (live := await self._of_watched(self._user(user), mark, path, body)) is not None:
+                return live
             if "messages" in body or "input" in body or "contents" in body:
                 return partial(self._of_chat, self._user(user), mark)
             return await self._begin(self._user(user), mark)
@@ -129,7 +139,7 @@ class LiveSessions:
             )
         return self._users[name]
 
-    async def _of_name(self, user: _User, mark: SessionMark) -> LiveEpisode:
+    async def _of_name(self, user: _User, mark: SessionMark, path: str) -> LiveEpisode:
         place = (mark.name, mark.is_side)
         async with user.opening[place]:
             live = user.named.get(place)
@@ -137,10 +147,56 @@ class LiveSessions:
                 found = await asyncio.wrap_future(
                     self._ledger.running_sessions(user=user.name, name=mark.name, is_side=mark.is_side)
                 )
-                live = await self._resume(user, found[0]) if found else None
+                if found and (self.watching is not None or not found[0].is_watched):
+                    live = await self._resume(user, found[0])
             if live is None or live.kept_bytes > MAX_KEPT_BYTES:
-                live = await self._begin(user, mark)
+                main = user.named.get((mark.name, False)) if mark.is_side else None
+                live = await self._begin(user, mark, is_watched=self._draws(path) if main is None else main.is_watched)
         return live
+
+    def _draws(self, path: str) -> bool:
+        return self.watching is not None and self.watching.draws(path)
+
+    async def _of_watched(
+        self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any]
+    ) -> LiveEpisode | None:
+        """The session that another model answers, or is to answer; None: the policy is asked. Only a conversation in which no model
+        has said anything may begin one."""
+        given = None if self.watching is None else await self.watching.read(path, body)
+        if self.watching is None or given is None:
+            return None
+        asked, chain = given
+        if (known := self.watching.find(user.name, chain)) is None:
+            return await self._begin(user, mark, is_watched=True) if asked.is_new and self._draws(path) else None
+        if (live := self._episodes.find(known)) is not None:
+            return live
+        found = await asyncio.wrap_future(
+            self._ledger.running_sessions(user=user.name, name="", is_side=mark.is_side, episode_id=known)
+        )
+        return await self._resume(user, found[0]) if found else None
+
+    async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool:
+        """Have the other model answer a request of a session that it answers. False: it is down, and the session that begins is the
+        policy's. Raises Failure before anything was sent."""
+        live, known = call.live, self._open.get(call.live.episode_id)
+        if self.watching is None or known is None:
+            raise Failure(409, "another model has begun this session, and is not asked any more; begin another session")
+        session = known.session
+        try:
+            await self.watching.answer(
+                call, scope, body, user=known.user.name, is_named=bool(session.name), is_side=session.is_side, send=send
+            )
+        except Failure as failure:
+            if not (is_down(failure) and self.watching.can_be_left_out and self.watching.is_untouched(live.episode_id)):
+                raise
+            if not await asyncio.wrap_future(self._ledger.take_over(episode_id=live.episode_id)):
+                raise
+            live.is_watched = False
+            if not (session.name or session.is_side):
+                known.user.unnamed.append(live)
+            self.watching.give_up(live.episode_id)
+            return False
+        return True
 
     async def _of_chat(self, user: _User, mark: SessionMark, chat: Conversation, parse: Parse) -> LiveEpisode:
         """The session of which a round is continued, the latest heard first."""
@@ -151,14 +207,14 @@ class LiveSessions:
                     self._ledger.running_sessions(user=user.name, name="", limit=RESTORED)
                 )
                 for session in reversed(found):
-                    if session.episode_id not in self._open:
+                    if session.episode_id not in self._open and not session.is_watched:
                         await self._resume(user, session)
             for live in sorted(user.unnamed, key=lambda each: each.heard, reverse=True)[:MOST_UNNAMED]:
                 if live.kept_bytes <= MAX_KEPT_BYTES and find_parent(live, chat, parse) is not None:
                     return live
         return await self._begin(user, mark)
 
-    async def _begin(self, user: _User, mark: SessionMark) -> LiveEpisode:
+    async def _begin(self, user: _User, mark: SessionMark, *, is_watched: bool = False) -> LiveEpisode:
         session = await asyncio.wrap_future(
             self._ledger.open_session(
                 episode_id=f"{user.name}-{secrets.token_hex(6)}",
@@ -166,6 +222,7 @@ class LiveSessions:
                 name=mark.name,
                 is_side=mark.is_side,
                 version=self._version(),
+                is_watched=is_watched,
             )
         )
         return self._took(user, session, self._episodes.open(_episode(session, user=user.name)))
@@ -175,11 +232,11 @@ class LiveSessions:
         return self._took(user, session, self._restore(_episode(session, user=user.name), rounds))
 
     def _took(self, user: _User, session: Session, live: LiveEpisode) -> LiveEpisode:
-        live.adapter = self._adapter
+        live.adapter, live.is_watched = self._adapter, session.is_watched
         self._open[session.episode_id] = _Open(user, session)
         if session.name:
             user.named[session.name, session.is_side] = live
-        elif not session.is_side:
+        elif not (session.is_side or session.is_watched):
             user.unnamed.append(live)
         return live
 
@@ -222,6 +279,8 @@ class LiveSessions:
         """Ends and forgets silent sessions, until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._silence_s / 4))
+            if self.watching is not None:
+                await self.watching.write_silent(self._silence_s)
             for live in self._episodes.quiet(self._silence_s):
                 if (known := self._open.get(live.episode_id)) is not None and not live.requests:
                     self._forget(known, live)
@@ -253,7 +312,8 @@ class LiveSessions:
 
     def figures(self) -> dict[str, float]:
         """Users and sessions that were heard of lately."""
-        return {"live/users": len(self._users), "live/sessions": len(self._open)}
+        watched = {} if self.watching is None else self.watching.figures()
+        return {"live/users": len(self._users), "live/sessions": len(self._open), **watched}
 
 
 def _episode(session: Session, *, user: str) -> Episode:

@@ -93,6 +93,8 @@ class LiveEpisode:
     """Name of the worker that leased it, empty for those without one; None: it is played in this project."""
     adapter: str = ""
     """The adapter that its requests are answered with, by name; empty: the newest of the policy."""
+    is_watched: bool = False
+    """Another model answers it: `serve.upstream`."""
     requests: int = 0
     """Being answered now."""
     heard: float = field(default_factory=time.monotonic)
