@@ -168,7 +168,7 @@ class LiveSessions:
         asked, chain = given
         if (known := self.watching.find(user.name, chain)) is None:
             return await self._begin(user, mark, is_watched=True) if asked.is_new and self._draws(path) else None
-        if (live := self._episodes.find(known)) is not None:
+        if known in self._open and (live := self._episodes.find(known)) is not None:
             return live
         found = await asyncio.wrap_future(
             self._ledger.running_sessions(user=user.name, name="", is_side=mark.is_side, episode_id=known)

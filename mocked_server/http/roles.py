@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 PASSED_ON = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS})
 MAX_KEPT_BYTES = 1024 * 1024
 """Bytes of an answer that are looked at for the record; all of it is passed on."""
+MAX_EVENT_BYTES = 256 * 1024
+"""An event of a stream is held back until it is whole, up to so many bytes of it."""
 MAX_KEPT_CHARS = 256 * 1024
 """Characters of a question, and of its answer, that the record has: the last ones."""
 TOLD = (b"anthropic-version", b"anthropic-beta", b"openai-beta")
@@ -152,7 +154,7 @@ class Upstream:
             what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
             raise Failure(400, f"a request of {who.removeprefix('the server of ')} must be {what}")
         call.generates = True
-        passing = _Passing(send, most=most)
+        passing = _Passing(send, most=most, is_stream=bool(fields.get("stream")))
         try:
             request = await self._request(call, path, fields, headers=headers, query=query)
             response = await self._http.send(request, stream=True)
@@ -242,20 +244,21 @@ class _Passing:
     """An answer on its way through. Held back: of a stream, an event that is not whole yet, and one that may be the last; of
     another answer, its last part."""
 
-    def __init__(self, send: Send, *, most: int) -> None:
+    def __init__(self, send: Send, *, most: int, is_stream: bool) -> None:
         self._send = send
         self._most = most
         self._held = b""
         self.kept = bytearray()
         self.has_begun = False
-        self.is_events = False
+        self.is_events = is_stream
+        """Its client reads events."""
         self.has_end = False
         """A stream's last event has come."""
 
     async def begin(self, response: httpx2.Response) -> None:
         self.has_begun = True
         kind = response.headers.get("content-type", "application/json")
-        self.is_events = "event-stream" in kind
+        self.is_events = self.is_events and "event-stream" in kind
         told = [(name.encode(), response.headers[name].encode()) for name in ANSWERED if name in response.headers]
         start = {"type": "http.response.start", "status": response.status_code}
         await self._send({**start, "headers": [(b"content-type", kind.encode()), *told]})
@@ -271,6 +274,7 @@ class _Passing:
             is_last = ENDS.search(text, last, whole) is not None
             self.has_end = self.has_end or is_last
             at = last if is_last else whole
+            at = at if len(text) - at < MAX_EVENT_BYTES else len(text)
             now, self._held = text[:at], text[at:]
         if now:
             await self._send({"type": "http.response.body", "body": now, "more_body": True})
