@@ -258,6 +258,8 @@ class Row:
     """Sampled at temperature 0: the baseline of its group, never trained."""
     hint: str | None = None
     """A hint for the task, which the policy did not see: of a judge, or of the task's `extra_info`."""
+    baseline: float | None = None
+    """What the sessions of its user scored before, in the mean; None: it is no session, or the user's first."""
     judges: dict[str, float] | None = None
     """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
     truncated: tuple[int, ...] = ()

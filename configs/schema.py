@@ -716,17 +716,35 @@ class UpstreamConfig(Section):
         return self
 
 
+class NextTurnConfig(Section):
+    model: str = ""
+    """The model that reads what was said after an answer, and gives the answer a score and a hint: `policy`, or the URL of an
+    OpenAI-compatible API, with /v1. Empty: none does."""
+    name: str = "default"
+    """The model's name there."""
+    key_variable: Annotated[str, Field(pattern=r"^([A-Za-z_]\w*)?$")] = ""
+    """The environment variable that holds the key for that API. Empty: it needs none."""
+    prompt: str = ""
+    """File with what it is asked; {answer} and {next} stand for what it judges, and it has to end with a line of JSON. Empty: the
+    shipped one, mocked_server/next_turn.txt."""
+    max_tokens: PositiveInt = 256
+    """Most tokens of what it says."""
+    timeout_s: Seconds = 60.0
+    """Longest time for a verdict; after it there is none."""
+
+
 class ServeConfig(Section):
     enabled: bool = False
     """Users' keys (`understudy serve keys add NAME`) open the model API to agents that nobody starts; their sessions are recorded,
     and learned from as people say what they think of them. `understudy serve` sets it. There need be no tasks."""
     silence_s: Positive = 600.0
     """Seconds without a request after which a session with feedback ends, and may be trained; its next request begins another
-    stretch. One without feedback goes on."""
+    stretch. One without feedback stays open."""
     batch_age_s: Positive = 3600.0
     """Seconds after which a batch is trained that has fewer than `buffer.groups_per_step` sessions, and at least one."""
     gate: GateConfig = GateConfig()
     upstream: UpstreamConfig = UpstreamConfig()
+    judge: NextTurnConfig = NextTurnConfig()
 
 
 class Config(Section):
@@ -863,6 +881,17 @@ class Config(Section):
             raise ValueError(
                 f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
                 f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
+            )
+        if not self.serve.judge.model and (given := list(self.serve.judge.model_dump(exclude_defaults=True))):
+            raise ValueError(
+                f"serve.judge.{given[0]} has an effect with serve.judge.model only, got none; set that to policy, or a URL"
+            )
+        if self.serve.judge.model not in ("", "policy") and not self.serve.judge.model.startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                f"serve.judge.model must be policy, or the URL of an OpenAI-compatible API, got {self.serve.judge.model!r:.80}; "
+                f"set it to one"
             )
         if self.serve.gate.tasks and not self.data.scorer:
             raise ValueError(

@@ -91,11 +91,12 @@ def demo(words: list[str]) -> int:
 
 
 def serve(words: list[str]) -> int:
-    """A run without tasks, which goes on where it was; `serve keys`: its users' keys."""
+    """A run without tasks, which is resumed where it was; `serve keys`: its users' keys."""
     if words[:1] == ["keys"]:
         from learner.live import keys
+        from mocked_server.live_keys import LiveKeys
 
-        return keys(words[1:])
+        return keys(words[1:], users=LiveKeys)
     if words and words[0] in ("promote", "rollback", "status"):
         from learner.live import versions
 

@@ -1,7 +1,7 @@
 """Lessons of a live run: what another model was watched doing (`serve.upstream`) is learned by SFT, within the run.
 
-`learner.learn_loop` waits for a lesson beside its batches, and makes a step of one. Invariants: a lesson is SFT of all demonstrations,
-the newest `MOST`, weighed by what people have said of them by then; nothing of it is an RL batch; each number of demonstrations
+`learner.learn_loop` waits for a lesson beside its batches, and makes a step of one. Invariants: a lesson is SFT of all that was
+watched, the newest `MOST`, weighed by what people have said of them by then; nothing of it is an RL batch; each number of demonstrations
 is learned once, also where the candidate that came of it is refused; what cannot be learned costs a lesson, not the run.
 """
 

@@ -6,18 +6,26 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from buffers.errors import UnderstudyError
 from configs.load import ConfigError, load_config, shipped
-from mocked_server.live_keys import LiveKeys
 
 
-def keys(words: list[str]) -> int:
-    """The exit code; 2 where there is nothing to do."""
+class Users(Protocol):
+    """The keys of a run's users: `mocked_server.live_keys.LiveKeys`."""
+
+    def read(self) -> dict[str, dict[str, Any]]: ...
+    def add(self, name: str) -> str: ...
+    def revoke(self, name: str) -> None: ...
+
+
+def keys(words: list[str], *, users: Callable[[Path], Users]) -> int:
+    """The exit code; 2 where there is nothing to do. `users`: those of the run in a folder."""
     parser = argparse.ArgumentParser(
         prog="understudy serve keys",
         description="Keys that open the model API to the agents of a user. A key is shown once, and stored as a hash.",
@@ -37,7 +45,7 @@ def keys(words: list[str]) -> int:
         arguments.overrides.insert(0, arguments.name)
     try:
         config = load_config(shipped(arguments.config), [*arguments.overrides, "serve.enabled=true"])
-        keys = LiveKeys(Path(config.run.dir) / config.run.name)
+        keys = users(Path(config.run.dir) / config.run.name)
         if arguments.action == "add":
             print(keys.add(arguments.name))
         elif arguments.action == "revoke":

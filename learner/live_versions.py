@@ -2,9 +2,9 @@
 promoted where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
 
 Called by `learner.learn_loop` after an update, and by the administrator's routes. Each version is a folder of the run's
-`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, which
-the gate's tasks are played with, and the one that users are served (`SERVED`). Invariants: users are served the version that
-`served.json` names, also after a restart; one that was refused is served only if somebody promotes it.
+`versions/` with its adapter and `version.json`: parent, sessions, scores, gate. Engines have two adapters: the newest version, with
+which the gate's tasks are played, and the one that users are served (`SERVED`). Invariants: users are served the version that
+`served.json` names, also after a restart; one that was refused is served only if an operator promotes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import fmean, variance
 from typing import Any, Protocol
 
 from buffers.disk import replacing, until_written
-from buffers.errors import UnderstudyError
+from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from learner.validation import play
@@ -107,7 +107,8 @@ class Versions:
     async def published(self, folder: Path, *, version: int) -> None:
         """The engines have a new version, whose adapter is in `folder`: it is kept. The first one is served."""
         await until_written(
-            partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}", folder=self._folder.parent, say=self._say
+            partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}",
+            folder=self._folder.parent, say=self._say,
         )  # fmt: skip
         if self.served is None:
             await self._serve(version, why="first")
@@ -126,7 +127,11 @@ class Versions:
         if entropy is not None and first and entropy < LEAST_ENTROPY * first:
             why = f"its entropy fell from {first:.3g} to {entropy:.3g} nats"
         elif self._tasks is not None:
-            found = await self._play(version, parent=parent)
+            try:
+                found = await self._play(version, parent=parent)
+            except TaskError as error:
+                self._say(f"the gate's tasks cannot be read: {error}")
+                found = {"tasks": 0, "least_difference": None}
             about["gate"] = found
             if found["least_difference"] is None:
                 why = "too few of the gate's tasks could be played"

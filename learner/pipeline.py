@@ -38,7 +38,7 @@ from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_
 from agents.harbor.trials import HarborTrials
 from agents.workers.manager import AgentLoopManager
 from buffers.disk import until_taken
-from buffers.errors import TaskError
+from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
@@ -78,6 +78,7 @@ from mocked_server.http.roles import Upstream
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.live_keys import LiveKeys
+from mocked_server.next_turn import ChatModel
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
@@ -96,6 +97,8 @@ from mocked_server.watching import Watching, weighed
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
+USERS_VERSIONS = 16
+"""Versions that ranks keep to check what users were told, however old what they learn from may be."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
@@ -183,6 +186,8 @@ class Pipeline:
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_joined: Callable[[], None] = lambda: None
+        self._only_serves = False
+        """Learning has failed; users are served on."""
         self._versions: Versions | None = None
         """Those that users may be served."""
         self._watching: Watching | None = None
@@ -191,7 +196,9 @@ class Pipeline:
         """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
     def stop(self) -> bool:
-        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
+        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, or any more: the caller cancels `run`."""
+        if self._only_serves:
+            return False
         return self._has_ended or (self._learn is not None and self._learn.stop())
 
     async def run(self) -> None:
@@ -259,7 +266,7 @@ class Pipeline:
                 generation=generation,
                 model=model,
             )
-            main = self._learn.run
+            main = partial(self._learn_for_users, self._learn) if config.serve.enabled else self._learn.run
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
@@ -344,6 +351,7 @@ class Pipeline:
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
             more={"longest_row": config.rollout.max_model_len}
+            | ({"most_checked": USERS_VERSIONS} if config.serve.enabled else {})
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )
@@ -554,6 +562,10 @@ class Pipeline:
                     watching=self._watching,
                 )  # fmt: skip
                 server.versions = self._versions
+                if (judge := config.serve.judge).model:
+                    key = os.environ.get(judge.key_variable, "")
+                    asked = None if judge.model == "policy" else ChatModel(judge.model, model=judge.name, key=key).ask
+                    server.judge_next_turns(judge, ask=asked)
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
@@ -608,6 +620,8 @@ class Pipeline:
         )
 
     def _engine_died(self, name: str, error: Exception) -> None:
+        if self._config.serve.enabled:  # users are served as long as there is a way
+            self._restart_limit.excuse("engine")
         self._restart_limit.record("engine", error, name=name)
 
     @property
@@ -719,7 +733,7 @@ class Pipeline:
                     players.figures()
                     | serving.engines.metrics()
                     | serving.others.figures()
-                    | ({} if self._watching is None else self._watching.figures())
+                    | (serving.server.sessions.figures() if serving.server.sessions else {})
                 ),
                 traces=Traces(self._folder, decode=serving.server.decode, start=self._start),
                 tokens=TokenFiles(self._folder, start=self._start),
@@ -732,6 +746,16 @@ class Pipeline:
             lessons=self._lessons(serving.buffers.ledger, ranks=learner.ranks, model=model),
             on_begun=partial(write_config, self._folder, config),
         )
+
+    async def _learn_for_users(self, learn: LearnLoop) -> None:
+        """Learn; where that fails users are served on, until the run is stopped."""
+        try:
+            return await learn.run()
+        except UnderstudyError as error:
+            self._only_serves = True
+            learn.activity = "failed"
+            self._display.note(f"learning has ended, users are served on: {error}; start it again to learn again")
+        await asyncio.Event().wait()
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:
         data = self._config.data

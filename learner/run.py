@@ -294,6 +294,8 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     check_engine_of_others(config, learns=learns)
     check_other_models(config)
     check_scorers(config)
+    if config.serve.judge.model:
+        check_next_turn(config)
 
 
 def check_models(config: Config, *, resume: str) -> None:
@@ -323,6 +325,19 @@ def check_scorers(config: Config) -> None:
             )
         else:
             rewards.resolve(scorer, batch=False)
+
+
+def check_next_turn(config: Config) -> None:
+    """Raises UnderstudyError for a judge of the next turn that cannot be asked."""
+    from buffers.errors import UnderstudyError
+    from mocked_server.next_turn import read_prompt
+
+    judge = config.serve.judge
+    read_prompt(judge.prompt)
+    if judge.key_variable and judge.key_variable not in os.environ:
+        raise UnderstudyError(
+            f"serve.judge.key_variable must name a variable that is set, got {judge.key_variable}; set it where you start the run"
+        )
 
 
 def check_other_models(config: Config) -> None:

@@ -1,14 +1,15 @@
 """Named keys that open the model API to agents that nobody starts (`understudy serve`).
 
-They lie in a file beside the run's folder, by name, as hashes: a key is shown once, when it is made. The server reads the file again when
-it changes, so that a key that is added or revoked counts at once. Invariant: a name stands for one user, for good: its sessions stay
-its own also after its key was replaced.
+They lie in a file beside the run's folder, by name, as hashes: a key is shown once, when it is made. The server reads the file
+again when it changes, so that a key that is added or revoked counts at once. Invariant: a name stands for one user, for good: its
+sessions stay its own also after its key was replaced.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -18,6 +19,8 @@ from typing import Any
 
 from buffers.errors import UnderstudyError
 from mocked_server.keys import PREFIX
+
+logger = logging.getLogger(__name__)
 
 ENDING = ".users.json"
 LIVE = f"{PREFIX}live."
@@ -42,7 +45,11 @@ class LiveKeys:
         name, _, secret = key.removeprefix(LIVE).partition("-")
         if not key.startswith(LIVE) or not secret:
             return None
-        known = self.read().get(name)
+        try:
+            known = self.read().get(name)
+        except LiveKeyError as error:  # what it said before counts, until it is mended
+            logger.error("%s", error)
+            known = self._keys.get(name)
         if known is None or known["revoked"]:
             return None
         return name if secrets.compare_digest(known["sha256"], _hash(key)) else None

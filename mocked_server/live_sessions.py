@@ -1,10 +1,10 @@
 """Sessions of agents that nobody starts: which episode a request with a named key belongs to, and when that ends.
 
-A request belongs to the session that its client names (`mocked_server.http.session_marks`), else to the one of which it continues a
+A request belongs to the session that its client names (`mocked_server.session_marks`), else to the one of which it continues a
 recorded round, else it opens one. Owned by `MockedServer`, on its loop.
 
 Loop row: `run` looks once in a while for sessions that were silent for `silence_s`; those with feedback end, and may be trained;
-the others are forgotten here and go on in the ledger, where a later request, or a restart, finds them.
+the others are forgotten here and stay open in the ledger, where a later request, or a restart, finds them.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
 trained; a session that was ended goes on as another episode of the same name; a session stays with the model that began it.
@@ -33,9 +33,10 @@ from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES, Episodes, LiveEpisode
 from mocked_server.http.dialects import Failure
-from mocked_server.http.session_marks import SessionMark, session_mark
 from mocked_server.live_keys import LiveKeys
+from mocked_server.next_turn import NextTurn, NextTurnJudge
 from mocked_server.request_context import Call
+from mocked_server.session_marks import SessionMark, session_mark
 from mocked_server.watching import Watching, is_down
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ class _Open:
 
 
 class LiveSessions:
-    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an
-    episode has ended."""
+    """`version`: the one that users are served, now, and `adapter` its name in the engine. `restore`: makes an episode of what the
+    ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class LiveSessions:
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
+        decode: Callable[[list[int]], str],
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
         watching: Watching | None = None,
@@ -104,8 +106,11 @@ class LiveSessions:
         self._restore = restore
         self._on_ended = on_ended
         self._users: dict[str, _User] = {}
+        self.judge: NextTurnJudge | None = None
+        """Told each answer with what was said next; None: nobody is."""
+        self._decode = decode
         self._open: dict[str, _Open] = {}
-        """By episode."""
+        """Episode -> what it is of."""
 
     def door_of(self, user: str) -> LiveEpisode:
         """What holds a request of this user until its session is known; it is no episode of the ledger."""
@@ -247,6 +252,15 @@ class LiveSessions:
             self._ledger.name_answer(
                 request_id=request_id, episode_id=round_.episode_id, round_index=round_.round_index
             )
+            if self.judge is not None and round_.parent is not None:
+                self._show(round_, to=self.judge)
+
+    def _show(self, round_: Round, *, to: NextTurnJudge) -> None:
+        live = self._episodes.find(round_.episode_id)
+        answer = next((each for each in live.rounds if each.round_index == round_.parent), None) if live else None
+        if answer is not None and round_.parent is not None:
+            said = self._decode(round_.tail_ids.tolist())
+            to.look(NextTurn(round_.episode_id, round_.parent, answer.text, said))
 
     async def feedback(
         self,
@@ -312,8 +326,9 @@ class LiveSessions:
 
     def figures(self) -> dict[str, float]:
         """Users and sessions that were heard of lately."""
-        watched = {} if self.watching is None else self.watching.figures()
-        return {"live/users": len(self._users), "live/sessions": len(self._open), **watched}
+        found = {"live/users": len(self._users), "live/sessions": len(self._open)}
+        found |= {} if self.watching is None else self.watching.figures()
+        return found | (self.judge.figures() if self.judge else {})
 
 
 def _episode(session: Session, *, user: str) -> Episode:

@@ -51,6 +51,8 @@ from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
 from mocked_server.live_sessions import LiveSessions
+from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
+from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
@@ -214,6 +216,8 @@ class MockedServer:
             self._tasks.append(asyncio.create_task(self._dispatch.run(), name="dispatch"))
         if self.sessions is not None:
             self._tasks.append(asyncio.create_task(self.sessions.run(), name="end silent sessions"))
+            if self.sessions.judge is not None:
+                self._tasks.append(asyncio.create_task(self.sessions.judge.run(), name="judge next turns"))
         if self.processes is not None:
             self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
@@ -355,9 +359,28 @@ class MockedServer:
 
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, words_count=words_count, version=version,
-            adapter=adapter, restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason), watching=watching,
+            adapter=adapter, decode=self.decode, restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+            watching=watching,
         )  # fmt: skip
         return self.sessions
+
+    def judge_next_turns(self, settings: NextTurnSettings, *, ask: Ask | None) -> None:
+        """Have the answers to users judged by what is said next. `ask`: the model; None: the policy. Before `start`."""
+        assert self.sessions is not None, "serve_users() first"
+        sessions = self.sessions
+
+        async def tell(episode_id: str, round_index: int, score: float, hint: str) -> None:
+            await sessions.feedback(
+                user=None,
+                session=episode_id,
+                response_id="",
+                round_index=round_index,
+                score=score,
+                text=hint,
+                source=SOURCE,
+            )
+
+        sessions.judge = NextTurnJudge(settings, ask=ask or self._client.answer, tell=tell)
 
     def user_of(self, key: str) -> str | None:
         """Whose key this is; None: no user's."""

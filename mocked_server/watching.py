@@ -2,8 +2,8 @@
 
 Owned by `LiveSessions`, on its loop. What a session asks and is told lies in `RUN/watched/EPISODE.jsonl` until it is silent; then
 its conversations are lines of `RUN/watched/demonstrations.jsonl`, in OpenAI's form, for SFT. Invariants: what was asked and said is
-recorded as rounds that are never trained; only answers that the other model gave here are learned, each in one conversation; the file grows
-by whole lines; a crash loses no exchange whose answer was whole.
+recorded as rounds that are never trained; only answers that the other model gave here are learned, each in one conversation; the
+file grows by whole lines; a crash loses no exchange whose answer was whole.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from buffers.ledger.encode import decode
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import scores_of
+from buffers.ledger.sessions import scored_before, user_of
 from buffers.records import EpisodeState, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows
 
@@ -187,8 +188,13 @@ def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     for episode_id, sample_index in members:
         rounds, scores = read_rounds(db, episode_id=episode_id), scores_of(db, episode_id=episode_id)
         scores = replace(scores, hint=scores.hint or (hint if isinstance(hint, str) and hint else None))
+        user = user_of(db, episode_id=episode_id)
+        if user is not None:  # its score is the mean of what is said of its rounds, which add what they differ by
+            scores = replace(scores, rounds={index: value - scores.whole for index, value in scores.rounds.items()})
+        baseline = None if user is None else scored_before(db, user=user)
         try:
-            rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+            made = episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+            rows += made if baseline is None else [replace(row, baseline=baseline) for row in made]
         except ValueError as error:
             raise UnderstudyError(str(error)) from error
     return rows

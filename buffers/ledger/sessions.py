@@ -16,6 +16,9 @@ from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import notify_score, say, settle
 from buffers.records import EpisodeState, ScoreDetail
 
+REMEMBERED = 64
+"""Sessions of a user that the next ones are compared with."""
+
 
 class Session(NamedTuple):
     """A session's running episode."""
@@ -81,7 +84,10 @@ def running_sessions(
         "AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
         (user, name, is_side, episode_id, limit),
     )
-    return [Session(episode, group, called, bool(side), bool(watched)) for episode, group, called, side, watched in found.fetchall()]
+    return [
+        Session(episode, group, called, bool(side), bool(watched))
+        for episode, group, called, side, watched in found.fetchall()
+    ]
 
 
 @operation(repeatable=True)
@@ -173,6 +179,22 @@ def settle_session(db: sqlite3.Connection, *, episode_id: str, words_count: bool
             drop_zero_variance=False,
         )
     return settle(db, episode_id=episode_id, drop_zero_variance=False)
+
+
+def user_of(db: sqlite3.Connection, *, episode_id: str) -> str | None:
+    """Whose session it is; None: it is none."""
+    row = db.execute("SELECT user FROM session WHERE episode_id = ?", (episode_id,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def scored_before(db: sqlite3.Connection, *, user: str) -> float | None:
+    """The mean score of the newest `REMEMBERED` sessions of a user that were trained; None: there is none."""
+    (mean,) = db.execute(
+        "SELECT avg(score) FROM (SELECT score FROM session JOIN episode USING (episode_id) JOIN grp USING (group_id) "
+        "WHERE user = ? AND grp.state = 'trained' AND episode.state = 'scored' ORDER BY seq DESC LIMIT ?)",
+        (user, REMEMBERED),
+    ).fetchone()
+    return None if mean is None else float(mean)
 
 
 def _meant(

@@ -90,6 +90,7 @@ def check_files(config: Config, *, resumes: bool) -> None:
     named = [path for path in (*tasks, data.validation.tasks, *shown.values()) if path]
     is_made = bool(data.make) and not all(Path(path).is_file() or is_dataset(path) for path in named)
     files = {"data.tasks": list(tasks), "data.validation.tasks": [data.validation.tasks]}
+    files |= {"serve.gate.tasks": [config.serve.gate.tasks]}
     if config.env.harbor.agent:  # folders of Harbor tasks, see agents.harbor.start_check
         files = {}
     for key, paths in files.items():

@@ -238,13 +238,17 @@ def _judges(rows: list[Row], *, units: Tensor) -> Tensor | None:
 
 
 def _baselines(everything: list[Row], rows: list[Row], *, units: Tensor) -> Tensor | None:
-    """The greedy score of each unit's group and role, or None when one lacks it. `everything`: the trained rows and the greedy."""
+    """The greedy score of each unit's group and role, or what its user's sessions scored before; None when one lacks it.
+    `everything`: the trained rows and the greedy."""
+    firsts = [rows[line] for line in np.unique(units.numpy(), return_index=True)[1]]
+    before = [row.baseline for row in firsts if row.baseline is not None]
+    if len(before) == len(firsts):
+        return torch.tensor(before, dtype=torch.float32)
     greedy: dict[tuple[int, str], dict[str, float]] = {}
     for row in everything:
         if row.greedy:
             score = row.score if row.role_score is None else row.role_score
             greedy.setdefault((row.group_id, row.role), {})[row.episode_id] = score
-    firsts = [rows[line] for line in np.unique(units.numpy(), return_index=True)[1]]
     if not {(row.group_id, row.role) for row in firsts} <= greedy.keys():
         return None
     means = {of: sum(scores.values()) / len(scores) for of, scores in greedy.items()}

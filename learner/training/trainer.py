@@ -10,6 +10,7 @@ batches or know of the engine.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,8 +121,8 @@ class Progress:
 
 
 class Trainer:
-    """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: as many versions can be checked, and
-    tokens of older ones are not trained. `longest_row`: tokens of a row, at most."""
+    """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: tokens of older versions are not
+    trained; so many versions can be checked, and no more than `most_checked`. `longest_row`: tokens of a row, at most."""
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class Trainer:
         world_size: int,
         device: str,
         longest_row: int = LONGEST,
+        most_checked: int = sys.maxsize,
         trust_remote_code: bool = False,
     ) -> None:
         self._config = config
@@ -144,6 +146,7 @@ class Trainer:
         self._temperature = temperature
         self._seed = seed
         self._keep_versions = keep_versions
+        self._num_checked = min(keep_versions, most_checked)
         self._rank = rank
         self._world_size = world_size
         self._device = torch.device(device)
@@ -623,7 +626,7 @@ class Trainer:
 
     def _remember(self, version: int) -> None:
         """Keeps these weights for the steps in which they will be an older version; those that are too old go first."""
-        for old in [old for old in self._own.history if old <= version - self._keep_versions + 1]:
+        for old in [old for old in self._own.history if old <= version - self._num_checked + 1]:
             del self._own.history[old]
         if self._keep_versions > 1:
             self._own.history[version] = self._kept_weights()

@@ -283,7 +283,7 @@ class Episodes:
         self._closed.setdefault(episode_id, reason)
 
     def forget(self, episode_id: str) -> None:
-        """Give up what is remembered of an episode that goes on; it can be restored from the ledger."""
+        """Give up what is remembered of an episode that stays open; it can be restored from the ledger."""
         if (live := self._live.pop(episode_id, None)) is not None:
             live.drop()
 

@@ -7,7 +7,7 @@ Prometheus' client.
 | `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
 | `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`; see `ScoreBody`  |
 | `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
-| `POST /feedback` | a user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key opens it too |
+| `POST /feedback` | user's | what is thought of a session, a round or an answer: see `FeedbackBody`; the scorer's key will do |
 | `GET /health`    | none   | 200 while the server answers                                                      |
 | `POST /versions` | admin  | serves another version to users: see `VersionBody` |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
@@ -143,7 +143,7 @@ class FeedbackBody(BaseModel):
     text: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
     """What should have been otherwise, in words."""
     source: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
-    """Who says it: a later score of the same source takes the place of the one before."""
+    """Name of who says it: a later score of the same source takes the place of the one before."""
 
     @model_validator(mode="after")
     def _one(self) -> FeedbackBody:

@@ -270,14 +270,28 @@ class QueueClient:
         call.answers.append([])
         return self._outputs(generation, call=call, rendered=rendered, answer=call.answers[-1])
 
-    async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
+    async def answer(self, question: str, max_tokens: int) -> str:
+        """What the policy says to a question; nothing of it is recorded."""
+        messages = [{"role": "user", "content": question}]
+        return await self.ask(None, messages, request_id=f"asked-{uuid4().hex}", max_tokens=max_tokens)
+
+    async def ask(
+        self,
+        live: LiveEpisode | None,
+        messages: list[dict[str, Any]],
+        *,
+        request_id: str,
+        max_tokens: int | None = None,
+    ) -> str:
         """One generation without an HTTP request: a plain prompt of a task file. Returns the text."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         tokenizer = self.renderer.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
-        params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(
+            max_tokens=max_tokens or self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         answer = await self._whole(self._prepare(request_id, ids, params, live=live))
         return str(answer.output.outputs[0].text)
 

@@ -349,3 +349,17 @@ async def test_a_cancelled_sample_keeps_no_batch() -> None:
         for _ in range(2):  # after the claims are done, then after the releases that they caused
             await asyncio.wrap_future(ledger.put_tasks([]))
         assert ledger.counts()["groups/leased"] == 0 and ledger.counts()["groups/ready"] == 20
+
+
+async def test_a_batch_that_waited_for_long_is_smaller() -> None:
+    """And one that is full at once does not wait; one of nothing waits for the first."""
+    with Ledger(None) as ledger:
+        dataset = MultiRoundBufferDataset(ledger)
+        for task in range(3):
+            make_ready(ledger, task=task)
+        assert len((await dataset.sample(2, min_version=0, patience_s=3600.0)).group_ids) == 2
+        assert len((await dataset.sample(2, min_version=0, patience_s=0.01)).group_ids) == 1
+        waiting = asyncio.create_task(dataset.sample(2, min_version=0, patience_s=0.01))
+        await asyncio.sleep(0.05)
+        make_ready(ledger, task=3)
+        assert len((await asyncio.wait_for(waiting, PATIENCE_S)).group_ids) == 1

@@ -51,7 +51,9 @@ class Live(ServerThread):
         self.upstreams_key = key
         self.promoted = 0
         super().__init__(
-            folder, rollout=RolloutConfig(max_tokens=16, max_model_len=2048), ledger=Ledger(run / "l.sqlite", resume_episodes=True)
+            folder,
+            rollout=RolloutConfig(max_tokens=16, max_model_len=2048),
+            ledger=Ledger(run / "l.sqlite", resume_episodes=True),
         )
 
     def _resume(self) -> None:

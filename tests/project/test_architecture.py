@@ -262,6 +262,9 @@ def test_what_is_caught_has_a_name():
 WALL_CLOCKS = ("time.time", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.datetime.now")
 FOR_PEOPLE = {
     "buffers/ledger/cli.py": "ages that are printed",
+    "learner/live.py": "when a key was made",
+    "learner/live_versions.py": "when a version was made and served",
+    "mocked_server/live_keys.py": "when a key was made",
     "learner/page/run_view.py": "ages that are shown, and whether a run of another machine writes now",
     "learner/page/export.py": "when a page was exported",
     "learner/reporting/run_record.py": "when a line was written",

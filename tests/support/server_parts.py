@@ -20,12 +20,13 @@ from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Round, Task
 from buffers.tasks.task_pool import TaskPool
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import NextTurnConfig, RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.http.roles import Roles
 from mocked_server.keys import KeyRing
+from mocked_server.live_keys import LiveKeys
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
@@ -132,9 +133,13 @@ class ServerThread:
         pool: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         roles: Roles | None = None,
+        users: Path | None = None,
+        silence_s: float = 60.0,
+        judge: NextTurnConfig | None = None,
         **server: Any,
     ) -> None:
-        """`pool`: arguments of `TaskPool` that differ from those of most tests. `loop`: one that runs already, of a real engine."""
+        """`users`: the folder of a run whose users' keys open the server. `pool`: arguments of `TaskPool` that differ from
+        those of most tests. `loop`: one that runs already, of a real engine."""
         settings = EngineSettings(
             model_path=model,
             served_name="policy",
@@ -144,6 +149,9 @@ class ServerThread:
             role_names=roles.names if roles else (),
         )
         self._roles = roles
+        self.users = None if users is None else LiveKeys(users)
+        self._silence_s = silence_s
+        self._judge = judge
         self._args = make_args(settings)
         self._vllm_config = make_vllm_config(self._args)
         self._settings = settings
@@ -195,6 +203,14 @@ class ServerThread:
             frozen=self.frozen,
         )
         self.server.on_ended = self.generation.forget
+        if self.users is not None:
+            sessions = self.server.serve_users(
+                self.ledger, keys=self.users, silence_s=self._silence_s, words_count=False, adapter="",
+                version=lambda: self.engine.version,
+            )  # fmt: skip
+            self.generation.on_round = sessions.recorded
+            if self._judge is not None:
+                self.server.judge_next_turns(self._judge, ask=None)
         self._resume()
         await self.server.start()
         self._generating = asyncio.create_task(self.generation.run())
@@ -265,6 +281,13 @@ class ServerThread:
         client = OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
         self._clients.append(client)
         return leased.episode_id, client
+
+    def user(self, name: str) -> OpenAI:
+        """An OpenAI client with a new key of this user, which `stop` closes."""
+        assert self.users is not None
+        client = OpenAI(base_url=f"{self.server.base_url}/v1", api_key=self.users.add(name), max_retries=0)
+        self._clients.append(client)
+        return client
 
     def http(self, key: str = "") -> httpx.Client:
         """The administrator has a port of its own."""

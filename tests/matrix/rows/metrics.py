@@ -14,6 +14,8 @@ from tests.matrix.scenarios.learner_runs import learner_name
 GAE, GRPO, OLD = learner_name("gae"), learner_name("grpo"), learner_name("rloo")
 
 SERVER_KILLED = "tests/project/test_recovery.py::test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed"
+NEXT = "tests/mocked_server/test_next_turn.py::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"
+LIVE = "tests/project/test_live.py::test_users_are_served_learned_from_and_found_again_after_a_kill"
 SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
 """No figure of a run that works is not finite."""
@@ -31,6 +33,8 @@ def rows() -> list[Row]:
             Row(f"metric sft/{name}", "", SFT_ALONE)
             for name in ("loss", "val_loss", "epoch", "val_loss_last", "refused")
         ],
+        *[Row(f"metric live/{name}", "", LIVE) for name in ("users", "sessions")],
+        *[Row(f"metric live/judge_{name}", "", NEXT) for name in ("judged", "silent", "failed", "left_out")],
         Row("metric policy/router_agreement", "", REPLAYED),
         Row("metric policy/router_aux_loss", "", REPLAYED),
     ]

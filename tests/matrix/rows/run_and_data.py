@@ -1,4 +1,4 @@
-"""Rows of `run.*`, `model.*`, `data.*` and `sft.*`."""
+"""Rows of `run.*`, `model.*`, `data.*`, `sft.*` and `serve.*`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ FOLDERS = "tests/project/test_run_folders.py"
 SFT = "tests/learner/test_sft_loop.py"
 SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
 JUDGE = "tests/env_adapters/scoring/test_judge.py"
+NEXT = "tests/mocked_server/test_next_turn.py"
+LIVE = "tests/project/test_live.py"
+GATE = "tests/learner/test_live_versions.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
 
 
@@ -54,6 +57,19 @@ def _run_rows() -> list[Row]:
         Row("sft.patience", "null", f"{SFT}::test_a_resumed_stage_makes_the_updates_that_were_left"),
         Row("sft.patience", "set", f"{SFT}::test_it_ends_early_with_the_weights_of_the_lowest_loss"),
         *[Row("sft.train_on", value, f"{SHOWN}::test_weights_choose_the_answers_that_are_trained") for value in ("all", "last")],
+        Row("serve.enabled", True, f"{LIVE}::test_users_are_served_learned_from_and_found_again_after_a_kill"),
+        Row("serve.enabled", False, "tests/configs/test_serve.py::test_what_cannot_be_served_is_refused_by_name"),
+        Row("serve.silence_s", "", "tests/mocked_server/test_live_sessions.py::test_silence_ends_what_was_scored_and_forgets_what_was_not"),
+        Row("serve.batch_age_s", "", "tests/buffers/test_datasets.py::test_a_batch_that_waited_for_long_is_smaller"),
+        Row("serve.gate.tasks", "", f"{GATE}::test_a_candidate_that_may_be_worse_is_refused_and_the_served_one_stays"),
+        Row("serve.gate.every", "", f"{LIVE}::test_users_are_served_learned_from_and_found_again_after_a_kill"),
+        Row("serve.gate.samples", "", f"{GATE}::test_each_task_is_played_as_often_as_asked"),
+        Row("serve.gate.margin", "", f"{GATE}::test_a_candidate_that_may_be_worse_is_refused_and_the_served_one_stays"),
+        Row("serve.judge.model", "", f"{NEXT}::test_the_policy_judges_its_own_answers_by_what_is_said_next"),
+        *[Row(f"serve.judge.{key}", "", f"{NEXT}::test_a_judge_behind_a_url_is_asked") for key in ("name", "key_variable")],
+        Row("serve.judge.prompt", "", f"{NEXT}::test_a_prompt_without_places_is_refused"),
+        Row("serve.judge.max_tokens", "", f"{NEXT}::test_the_policy_judges_its_own_answers_by_what_is_said_next"),
+        Row("serve.judge.timeout_s", "", f"{NEXT}::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"),
         Row("learner.stage", "sft", "tests/project/test_sft.py::test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been"),
         Row("learner.stage", "rl", "prompts", lambda ended: expect(_steps(ended) != [], f"steps {_steps(ended)}")),
     ]  # fmt: skip

@@ -1,0 +1,330 @@
+"""A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, and whether serving stands.
+
+`python -m benchmarks.live [--seeds 0] [--only preference gate kills] [--json PATH]`. Users ask one of four questions and wish that
+the answer has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of
+what was trained. Parts, all with the demo's tiny model:
+
+- preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
+  `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
+  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
+- gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were
+  promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a version that was promoted by force is taken
+  back.
+- kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+from benchmarks.harness import ROOT, RunFailed, metric_lines, parser_of, play
+
+QUESTIONS = ["Say a word.", "Name a word.", "Write a word.", "Find a word."]
+WINDOW = 64
+TARGET = 0.8
+BATCH = 16
+USERS = 8
+"""Requests at once."""
+START_S = 300.0
+TINY = [
+    "run.checkpoints.every=0", "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5",
+    f"buffer.groups_per_step={BATCH}", "learner.lr=1e-2", "learner.entropy_coef=0.01", "learner.kl.coef=0.001",
+]  # fmt: skip
+
+
+class LiveRun:
+    """A run of `understudy serve` and a client of one user of it."""
+
+    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
+        self.folder = folder / name
+        self._words = [f"run.dir={folder}", f"run.name={name}", *overrides]
+        self._log = folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LiveRun:
+        self.key = self.command("serve", "keys", "add", "ann", *self._words).strip()
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start it, or start it again; returns when it answers."""
+        with self._log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "learner.cli", "serve", *self._words], cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
+            )  # fmt: skip
+        deadline, place = time.monotonic() + START_S, self.folder / "agent.env"
+        while not place.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RunFailed(
+                    f"a live run must start; its output ends:\n{self._log.read_text(errors='replace')[-2000:]}"
+                )
+            time.sleep(0.2)
+        told = dict(word.split("=", 1) for word in shlex.split(place.read_text()))
+        self.url = told["OPENAI_BASE_URL"]
+        self.client = openai.OpenAI(base_url=self.url, api_key=self.key, timeout=120.0)
+        self.http = httpx.Client(headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(60)
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def command(self, *words: str) -> str:
+        """What `understudy` prints. Raises RunFailed."""
+        done = subprocess.run([sys.executable, "-m", "learner.cli", *words], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RunFailed(f"understudy {shlex.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def ask(self, question: str, **more: Any) -> tuple[str, str, float]:
+        """(id, text, seconds) of an answer."""
+        began = time.monotonic()
+        answer = self.client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": question}], **more
+        )
+        return answer.id, answer.choices[0].message.content or "", time.monotonic() - began
+
+    def say(self, response_id: str, **feedback: Any) -> None:
+        """Feedback on an answer."""
+        self.http.post(f"{self.url[:-3]}/feedback", json={"response_id": response_id, **feedback}).raise_for_status()
+
+    def change(self, **body: Any) -> None:
+        """Serve another version."""
+        told = dict(word.split("=", 1) for word in shlex.split((self.folder / "admin.env").read_text()))
+        headers = {"Authorization": f"Bearer {told['ADMIN_KEY']}"}
+        httpx.post(f"{told['SERVER_URL']}/versions", json=body, headers=headers, timeout=120.0).raise_for_status()
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        is_there = (self.folder / "metrics.jsonl").is_file()
+        return [line for line in metric_lines(self.folder) if "reward/mean" in line] if is_there else []
+
+    def children(self, what: str) -> list[psutil.Process]:
+        """The run's processes whose title or command has this word."""
+        assert self._process is not None
+        found = []
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if what in " ".join(child.cmdline()) or what in child.name():
+                    found.append(child)
+        return found
+
+
+def sessions(
+    run: LiveRun, likes: Callable[[str], float], *, until: Callable[[list[float]], bool], most: int, seed: int
+) -> tuple[list[float], list[float]]:
+    """Scores and latencies of sessions that users begin one after the other, `USERS` at once, until `until` says so of all scores
+    or `most` were played."""
+    draw, lock = random.Random(seed), threading.Lock()
+    scores: list[float] = []
+    seconds: list[float] = []
+    begun, before = [0], len(run.steps)
+
+    def play_some(_: int) -> None:
+        while True:
+            with lock:
+                if len(scores) >= most or until(scores):
+                    return
+                is_ahead = begun[0] >= BATCH * (len(run.steps) - before + 2)
+                begun[0] += not is_ahead
+                question = draw.choice(QUESTIONS)
+            if is_ahead:
+                time.sleep(0.05)
+                continue
+            name, text, took = run.ask(question)
+            score = likes(text)
+            run.say(name, score=score)
+            with lock:
+                scores.append(score)
+                seconds.append(took)
+
+    with ThreadPoolExecutor(USERS) as users:
+        list(users.map(play_some, range(USERS)))
+    return scores, seconds
+
+
+def learned(scores: list[float]) -> bool:
+    """Whether the last sessions are as wished."""
+    return len(scores) >= WINDOW and sum(scores[-WINDOW:]) / WINDOW >= TARGET
+
+
+def has_m(text: str) -> float:
+    """The wish."""
+    return float("m" in text.lower())
+
+
+def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
+    """A wish is learned, and another in its place."""
+    with LiveRun(folder, f"preference-{seed}", *TINY, f"run.seed={seed}") as run:
+        idle = median(run.ask(QUESTIONS[number % 4])[2] for number in range(32))
+        scores, seconds = sessions(run, has_m, until=learned, most=most, seed=seed)
+        back, _ = sessions(run, lambda text: 1 - has_m(text), until=learned, most=most, seed=seed + 1)
+        steps = run.steps
+    return {
+        "preference_first": sum(scores[:WINDOW]) / WINDOW,
+        "preference_last": sum(scores[-WINDOW:]) / WINDOW,
+        "sessions_to_0_8": len(scores) if learned(scores) else None,
+        "wish_taken_back": len(back) if learned(back) else None,
+        "served_p50_vs_idle": median(seconds) / idle,
+        "updates": len(steps),
+        "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
+    }
+
+
+def write_gate(path: Path) -> Path:
+    """The wish, as tasks."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "m"}, "data_source": "wish"}
+        for text in QUESTIONS * 16
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
+    """What feedback that is turned around does, and a version that is promoted by force."""
+    tasks = write_gate(folder / f"gate-{seed}.parquet")
+    guarded = [f"serve.gate.tasks={tasks}", "serve.gate.every=2", "serve.gate.samples=2", "data.scorer=contains"]
+    with LiveRun(folder, f"gate-{seed}", *TINY, *guarded, f"run.seed={seed}") as run:
+        sessions(run, has_m, until=learned, most=most, seed=seed)
+        versions = _versions(run)
+        good, before = versions["served"], {each["version"] for each in versions["versions"]}
+
+        def five(_: list[float]) -> bool:
+            return (
+                len(
+                    [
+                        each
+                        for each in _versions(run)["versions"]
+                        if each["version"] not in before and each["state"] != "candidate"
+                    ]
+                )
+                >= 5
+            )
+
+        sessions(run, lambda text: 1 - has_m(text), until=five, most=most, seed=seed + 1)
+        after = [
+            each
+            for each in _versions(run)["versions"]
+            if each["version"] not in before and each["state"] != "candidate"
+        ]
+        promoted = [each for each in after if each["state"] == "promoted"]
+        bad = max(each["version"] for each in after)
+        run.command("serve", "promote", str(run.folder), str(bad))
+        began = time.monotonic()
+        run.change(action="rollback", version=good)
+        took = time.monotonic() - began
+        served = _versions(run)["served"]
+    return {
+        "poisoned_promoted": len(promoted), "poisoned_candidates": len(after), "bad_version_served_s": took,
+        "served_again": served == good,
+    }  # fmt: skip
+
+
+def _versions(run: LiveRun) -> dict[str, Any]:
+    folder = run.folder / "versions"
+    served = json.loads((folder / "served.json").read_text())["version"]
+    return {
+        "served": served,
+        "versions": [json.loads(path.read_text()) for path in sorted(folder.glob("v*/version.json"))],
+    }
+
+
+def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
+    """Users go on while learner and engine are killed."""
+    failed: list[str] = []
+    with LiveRun(folder, f"kills-{seed}", *TINY, f"run.seed={seed}") as run:
+        sessions(run, has_m, until=lambda _: len(run.steps) >= 2, most=most, seed=seed)
+        ended = threading.Event()
+        count = [0]
+
+        def use(number: int) -> None:
+            while not ended.is_set():
+                try:
+                    name, text, _ = run.ask(QUESTIONS[number % 4])
+                    run.say(name, score=has_m(text))
+                    count[0] += 1
+                except (openai.OpenAIError, httpx.HTTPError) as error:
+                    failed.append(repr(error)[:200])
+
+        with ThreadPoolExecutor(4) as users:
+            using = [users.submit(use, number) for number in range(4)]
+            killed = 0
+            for what in ("rank", "engine", "rank", "EngineCore"):
+                steps = len(run.steps)
+                for child in run.children(what):
+                    with suppress(psutil.Error):
+                        child.kill()
+                        killed += 1
+                deadline = time.monotonic() + 120
+                while len(run.steps) < steps + 2 and time.monotonic() < deadline:
+                    time.sleep(0.2)
+            ended.set()
+            for one in using:
+                one.result()
+        steps = len(run.steps)
+    return {
+        "failed_requests": len(failed),
+        "requests": count[0],
+        "killed": killed,
+        "failures": failed[:5],
+        "updates_in_all": steps,
+    }
+
+
+PARTS = {"preference": preference, "gate": gate, "kills": kills}
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Each part with each seed."""
+    for name in arguments.only:
+        runs = []
+        for seed in arguments.seeds:
+            runs.append(PARTS[name](folder, seed, arguments.most))
+            print(f"{name}, seed {seed}: {runs[-1]}", flush=True)
+            yield {f"{name}_runs": runs}
+        for figure, value in runs[0].items():
+            values = [run[figure] for run in runs]
+            if isinstance(value, int | float) and None not in values:
+                yield {figure: median(values)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of("live", doc=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--most", type=int, default=3000, help="most sessions of a wish (default 3000)")
+    arguments = parser.parse_args(argv)
+    return play("live", arguments, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
