@@ -1,8 +1,8 @@
 """Lessons of a live run: what another model was watched doing (`serve.upstream`) is learned by SFT, within the run.
 
 `learner.learn_loop` waits for a lesson beside its batches, and makes a step of one. Invariants: a lesson is SFT of all that was
-watched, the newest `MOST`, weighed by what people have said of them by then; nothing of it is an RL batch; each number of demonstrations
-is learned once, also where the candidate that came of it is refused; what cannot be learned costs a lesson, not the run.
+watched, the newest `MOST`, weighed by what people have said of it by then; nothing of it is an RL batch; a lesson waits for new
+demonstrations also where the candidate that came of the one before is refused; what cannot be learned costs a lesson, not the run.
 """
 
 from __future__ import annotations
