@@ -24,7 +24,6 @@ from learner.live_versions import Compared
 
 MOST = 1000
 """Demonstrations in one lesson."""
-FIGURES = ("loss_first", "loss_last", "conversations", "refused", "below_min_score", "seconds")
 
 
 class Watched(Protocol):
@@ -36,8 +35,8 @@ class Watched(Protocol):
     def rows(self) -> Iterator[dict[str, Any]]: ...
 
 
-Teach = Callable[[Path, Path], Awaitable[dict[str, Any]]]
-"""Has the learner's ranks learn this file by SFT, in this folder; the summary. Raises TaskError where nothing can be learned."""
+Teach = Callable[[Path, Path], Awaitable[dict[str, float]]]
+"""Has the learner's ranks learn this file by SFT, in this folder; its figures. Raises TaskError where nothing can be learned."""
 
 
 class Lessons:
@@ -84,7 +83,7 @@ class Lessons:
             await self.end()
             return None
         await asyncio.to_thread(shutil.rmtree, place / "checkpoints", ignore_errors=True)
-        return {f"sft/{name}": float(told[name]) for name in FIGURES if told.get(name) is not None}
+        return told
 
     async def end(self) -> None:
         """What came of the lesson is kept, or refused: the next one waits for more."""

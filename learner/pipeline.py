@@ -101,8 +101,8 @@ USERS_VERSIONS = 16
 """Versions that ranks keep to check what users were told, however old what they learn from may be."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
-SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
-"""What the line of such a run's step 0 has of it."""
+SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "conversations", "refused", "seconds")
+"""What the line of such a run's step 0, or of a lesson's, has of it."""
 MAX_NUM_SEQS = 256
 """Most generations in one engine step."""
 
@@ -388,8 +388,7 @@ class Pipeline:
             is_told = bool(self.history.steps)  # of a learner that was started again
             self._note_sft(loop)
             if not self._only_sft and not is_told:
-                figures = {name: value for name, value in loop.summary().items() if isinstance(value, int | float)}
-                self._tracker.log(0, {f"sft/{name}": value for name, value in figures.items() if name in SFT_FIGURES})
+                self._tracker.log(0, _sft_figures(loop))
                 write_summary(folder / "summary.json", {"name": config.run.name, **loop.summary(), "error": None})
 
         return stage
@@ -411,7 +410,7 @@ class Pipeline:
         stack.callback(tracker.close)
         return config, tracker
 
-    async def _lesson(self, file: Path, folder: Path, *, ranks: LearnerRanks, model: Path) -> dict[str, Any]:
+    async def _lesson(self, file: Path, folder: Path, *, ranks: LearnerRanks, model: Path) -> dict[str, float]:
         """SFT of a live run's own demonstrations, between two of its steps."""
         with ExitStack() as stack:
             config, tracker = self._sft_stage(
@@ -419,7 +418,7 @@ class Pipeline:
             )
             loop = self._sft_loop(config, folder=folder, tracker=tracker, ranks=ranks, model=model)
             await loop.run()
-            return loop.summary()
+            return _sft_figures(loop)
 
     def _sft_loop(self, config: Config, *, folder: Path, tracker: Tracker, ranks: LearnerRanks, model: Path) -> SftLoop:
         def begun(num_steps: int) -> None:
@@ -942,6 +941,11 @@ class Pipeline:
             "rounds": counts["rounds"],
             "tokens": counts["tokens"],
         }
+
+
+def _sft_figures(loop: SftLoop) -> dict[str, float]:
+    told = loop.summary()
+    return {f"sft/{name}": told[name] for name in SFT_FIGURES if isinstance(told[name], int | float)}
 
 
 def engine_settings(

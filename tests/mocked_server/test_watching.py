@@ -333,11 +333,22 @@ def test_one_that_is_silent_is_a_time_out(live: Live) -> None:
     assert live.figures()["upstream/slow"] == 1
 
 
+def test_what_lies_with_the_other_server_is_not_learned(live: Live) -> None:
+    client = live.openai()
+    client.responses.create(model="m", input="one", extra_headers={"x-session-id": "a"})
+    client.responses.create(model="m", input="two", previous_response_id="x", extra_headers={"x-session-id": "a"})
+    image: Any = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": image}])
+    assert [line["messages"][0]["content"] for line in live.demonstrations(1)] == ["one"]
+    assert (live.figures()["upstream/unreadable"], live.figures()["upstream/left_out"]) == (1, 1)
+
+
 def test_what_it_refuses_is_refused_without_the_key(live: Live) -> None:
     live.promoted = 1  # a request's own fault is no reason to ask the policy
     with pytest.raises(openai.BadRequestError, match=r"no such thing, \*\*\*") as refused:
         live.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "wrong"}])
     assert (refused.value.code, refused.value.param) == ("bad_thing", "messages")
+    assert (live.figures()["upstream/refused"], live.figures()["upstream/taken_over"]) == (1, 0)
 
 
 @pytest.mark.parametrize("live", [{"dialect": "anthropic"}], indirect=True)
@@ -346,6 +357,14 @@ def test_a_client_of_another_dialect_is_the_policys(live: Live) -> None:
     assert answer.choices[0].message.content == "ok"
     message: Any = live.anthropic().messages.create(model="policy", max_tokens=4, messages=HELLO)
     assert message.content[0].text == "up: Hello."
+
+
+@pytest.mark.parametrize("live", [{"dialect": "openai"}], indirect=True)
+def test_claudes_client_is_the_policys_where_it_speaks_openais_dialect(live: Live) -> None:
+    message: Any = live.anthropic().messages.create(model="policy", max_tokens=4, messages=HELLO)
+    assert message.content[0].text == "ok"
+    answer = live.openai().chat.completions.create(model="policy", messages=HELLO)
+    assert answer.choices[0].message.content == "up: Hello."
 
 
 @pytest.mark.parametrize("live", [{"step": 0.4, "floor": 0.3}], indirect=True)
