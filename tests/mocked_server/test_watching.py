@@ -186,7 +186,7 @@ def test_claudes_client_passes(live: Live, url: str, stream: bool) -> None:
     messages += [{"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
     last = ask(messages)
     assert last.content[0].text.startswith("up: ")
-    headers = asked_of(url)[-1]["headers"]
+    headers = dict(asked_of(url)[-1]["headers"])
     assert headers["x-api-key"] == KEY and headers["anthropic-version"].startswith("20")
     (line,) = live.demonstrations(1)
     assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
@@ -445,11 +445,12 @@ def test_no_token_of_another_model_enters_a_policy_gradient_whatever_is_said_of_
     ledger.close()
 
 
-def test_the_ledger_takes_no_round_of_another_model_that_is_trained() -> None:
+@pytest.mark.parametrize("trained", [None, np.array([0, 1], np.uint8)])
+def test_the_ledger_takes_no_round_of_another_model_that_is_trained(trained: Any) -> None:
     ledger = Ledger(None)
     ledger.open_session(episode_id="w", user="ann", name="", is_side=False, version=0, is_watched=True).result()
     with pytest.raises(Exception, match="never trained"):
-        ledger.put_round(TokenTree("w").add(_response(), prompt_ids=_ids(0))).result()
+        ledger.put_round(TokenTree("w").add(_response(), prompt_ids=_ids(0), trained=trained)).result()
     with suppress(Exception):
         ledger.close()
 

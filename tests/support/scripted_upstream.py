@@ -33,7 +33,7 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         if self.path == "/asked":
             return self._whole(200, self.asked)
         with self.lock:
-            self.asked.append({"path": self.path, "headers": dict(self.headers), "body": body})
+            self.asked.append({"path": self.path, "headers": list(self.headers.items()), "body": body})
             number = len(self.asked)
         text = _last_text(body)
         if text == "down":
