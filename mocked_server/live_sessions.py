@@ -326,7 +326,7 @@ class LiveSessions:
 
     def figures(self) -> dict[str, float]:
         """Users and sessions that were heard of lately."""
-        found = {"live/users": len(self._users), "live/sessions": len(self._open)}
+        found: dict[str, float] = {"live/users": len(self._users), "live/sessions": len(self._open)}
         found |= {} if self.watching is None else self.watching.figures()
         return found | (self.judge.figures() if self.judge else {})
 
