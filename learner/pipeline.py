@@ -600,7 +600,7 @@ class Pipeline:
     def _make_versions(self, players: Players, engine: EngineFleet, *, ledger: Ledger) -> Versions:
         gate = self._config.serve.gate
         read = partial(task_list, Path(gate.tasks), agent_name=players.default) if gate.tasks else None
-        compare = partial(compared, ledger) if self._config.serve.upstream.url else None
+        compare = (lambda version: compared(ledger, served=version)) if self._config.serve.upstream.url else None
         return Versions(
             self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note, compare=compare
         )
