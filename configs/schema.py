@@ -697,6 +697,47 @@ class GateConfig(Section):
     the differences of each task)."""
 
 
+class UpstreamConfig(Section):
+    url: str = ""
+    """Root of an OpenAI-compatible or Anthropic API (https://HOST/v1) that answers a share of the sessions in the policy's place.
+    It is watched, and the policy learns from it by SFT. Empty: the policy answers all."""
+    model: str = ""
+    """The model's name there. Empty: as each request names it."""
+    key_variable: Annotated[str, Field(pattern=r"^([A-Za-z_]\w*)?$")] = ""
+    """Variable of your environment that holds the key for `url`; no user gets it, and no user's key goes there. Empty: it needs
+    none."""
+    dialect: Literal["openai", "anthropic"] | None = None
+    """What it speaks: sessions of clients of the other dialect are the policy's. None: both, each request goes in its own."""
+    terms_allow_learning: bool = False
+    """You have seen that its terms allow you to train a model on what it says; nothing is passed on before you have set it."""
+    share: Fraction = 1.0
+    """Share of the sessions that begin which it answers; each stays with the model that began it."""
+    step: Fraction = 0.0
+    """What `share` falls by with each version that passes the gate; it rises again by a rollback."""
+    floor: Fraction = 0.0
+    """Below which `step` does not bring it."""
+    lesson_sessions: PositiveInt = 32
+    """Newly watched conversations after which all of them are learned, by the section `sft`."""
+    min_score: float = 0.5
+    """Watched sessions with feedback below this are not learned; those above weigh up to twice as much as those without any."""
+    timeout_s: Positive = 300.0
+    """Seconds without a byte of its answer after which a request fails."""
+
+    @model_validator(mode="after")
+    def _may_learn(self) -> UpstreamConfig:
+        if not self.url:
+            if given := list(self.model_dump(exclude_defaults=True)):
+                raise ValueError(f"{given[0]} is of a url, got none; set url, or leave {given[0]} out")
+        elif not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url must begin with http:// or https://, got {self.url}")
+        elif not self.terms_allow_learning:
+            raise ValueError(
+                f"terms_allow_learning must be true, got false: what {self.url} says is recorded to train a model on it, which the "
+                f"terms of many services forbid; read its terms, then set serve.upstream.terms_allow_learning=true"
+            )
+        return self
+
+
 class NextTurnConfig(Section):
     model: str = ""
     """The model that reads what was said after an answer, and gives the answer a score and a hint: `policy`, or the URL of an
@@ -727,6 +768,7 @@ class ServeConfig(Section):
     """Days after which a session of which nothing was stored meanwhile is forgotten (`understudy ledger forget`), unless it waits
     to be trained. null: what is stored is kept."""
     gate: GateConfig = GateConfig()
+    upstream: UpstreamConfig = UpstreamConfig()
     judge: NextTurnConfig = NextTurnConfig()
 
 

@@ -27,6 +27,7 @@ from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.saving import save_checkpoint
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
+from learner.lessons import Lessons
 from learner.live_versions import Versions
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.display import Display
@@ -93,6 +94,7 @@ class LearnLoop:
         checkpoint: Checkpoint | None = None,
         agreement: Agreement | None = None,
         versions: Versions | None = None,
+        lessons: Lessons | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._schedule = schedule
@@ -112,6 +114,8 @@ class LearnLoop:
         self._agreement = agreement
         self._users = versions
         """What users are served: a candidate every so many steps, and the learner goes back where one is refused."""
+        self._lessons = lessons
+        """Steps of SFT, between the others."""
         self._new_sessions: list[str] = []
         """Trained since the candidate before."""
         self._on_begun = on_begun
@@ -128,6 +132,7 @@ class LearnLoop:
         self._saving: asyncio.Task[None] | None = None
         self._saved_at: dict[int, Checkpoint] = {}
         """Step -> the checkpoint that was saved there."""
+        self._is_lesson_due = False
         self._stopped = False
         self.activity = "starting"
         """What the learner does now: starting, waiting (for groups), updating, or saving."""
@@ -191,10 +196,14 @@ class LearnLoop:
         """Make steps until all are made or the run is to stop."""
         every = self._schedule.run.checkpoints.every
         await self._ask_versions()
-        for step in range(self.step + 1, self._schedule.run.steps + 1):
+        while (step := self.step + 1) <= self._schedule.run.steps:
             waited = time.monotonic()
             self.activity = "waiting"
-            if (batch := await self._sample()) is None:
+            batch = await self._sample()
+            if batch is None and self._is_lesson_due:
+                await self._take_lesson(step=step)
+                continue
+            if batch is None:
                 return
             self._batch = batch
             began = time.monotonic()
@@ -217,20 +226,42 @@ class LearnLoop:
                 await self._report(batch, {**metrics, **times}, of_roles=before)
                 self._validate()
             if self._users is not None:
-                await self._offer(self._users, batch, metrics)
+                self._new_sessions += sorted({row.episode_id for row in batch.rows})
+                if step % self._users.gate.every == 0:
+                    await self._offer(self._users, entropy=metrics.get("policy/entropy"))
             elif every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
 
-    async def _offer(self, users: Versions, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        """Every so many steps the newest version is a candidate. Where it is refused the learner goes back to what it was after the
-        candidate before; what is saved is the state that it continues from."""
-        self._new_sessions += sorted({row.episode_id for row in batch.rows})
-        if self.step % users.gate.every:
+    async def _take_lesson(self, *, step: int) -> None:
+        """A step that learns demonstrations by SFT, and is a candidate."""
+        assert self._lessons is not None, "one is due"
+        self._is_lesson_due = False
+        began = time.monotonic()
+        await self._saved()
+        self.activity = "updating"
+        if (figures := await self._lessons.take(step)) is None:
             return
+        await asyncio.wrap_future(self._ledger.commit_lesson(step=step, version=step))
+        self.step, self._done = step, max(step, self._done)
+        figures |= await self._publish()
+        await self._probe()
+        await self._pool.set_version(step, oldest=self._oldest)
+        figures |= self._out.more_figures() | {"time/step_s": time.monotonic() - began}
+        await asyncio.to_thread(self._out.tracker.log, step, figures)
+        if self._users is not None:
+            await self._offer(self._users, entropy=None)
+        else:
+            self._saving = asyncio.create_task(self._save(), name="save")
+        await self._saved()
+        await self._lessons.end()
+
+    async def _offer(self, users: Versions, *, entropy: float | None) -> None:
+        """The newest version is a candidate. Where it is refused the learner goes back to what it was after the candidate before;
+        what is saved is the state that it continues from."""
         sessions, self._new_sessions = self._new_sessions, []
         self.activity = "gate"
         self._pool.unpause()
-        is_promoted = await users.admit(self.step, episodes=sessions, entropy=metrics.get("policy/entropy"))
+        is_promoted = await users.admit(self.step, episodes=sessions, entropy=entropy)
         await self._saved()
         if not is_promoted and self._checkpoint is not None:
             await self._learner.ranks.load(self._checkpoint.learner)
@@ -269,7 +300,7 @@ class LearnLoop:
         return await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
 
     async def _sample(self) -> TrainBatch | None:
-        """The next full batch; None when the run is to stop."""
+        """The next full batch; None when the run is to stop, or `_is_lesson_due`."""
         buffer = self._schedule.buffer
         min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=self.step)
         num_groups = buffer.groups_per_step
@@ -288,18 +319,22 @@ class LearnLoop:
             )
         )
         dying = asyncio.create_task(self._learner.ranks.until_dead())  # a learner that dies now is started again now
+        due = asyncio.create_task(asyncio.Event().wait() if self._lessons is None else self._lessons.due())
         try:
-            await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._sampling, dying, due}, return_when=asyncio.FIRST_COMPLETED)
             if self._sampling.done():
                 return self._sampling.result()
-            dying.result()
+            if dying.done():
+                dying.result()
+            due.result()
+            self._is_lesson_due = not self._stopped
         except asyncio.CancelledError:
             if not self._stopped:
                 raise
         finally:
-            for task in (self._sampling, dying):
+            for task in (self._sampling, dying, due):
                 task.cancel()
-            await asyncio.gather(self._sampling, dying, return_exceptions=True)
+            await asyncio.gather(self._sampling, dying, due, return_exceptions=True)
         return None
 
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:

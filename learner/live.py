@@ -21,6 +21,8 @@ from learner.live_versions import trained_in
 from learner.reporting.tracker import FILE as TRACES
 from learner.reporting.tracker import drop_lines
 
+WATCHED = "watched/demonstrations.jsonl"
+"""Conversations with another model, in a run's folder."""
 ANSWER_S = 600.0
 """Longest time for an answer: a large ledger takes its time to forget."""
 
@@ -90,6 +92,8 @@ def versions(action: str, words: list[str]) -> int:
         return 2
     print(f"version {told['served']} is served")
     if action == "status":
+        if (compared := told.get("compared")) is not None:
+            print("  ".join(_mean(compared, who) for who in ("policy", "upstream")))
         for each in told["versions"]:
             gate = each.get("gate", {})
             scored = f"  gate {gate['mean']:.3f} (parent {gate['parent_mean']:.3f})" if "mean" in gate else ""
@@ -97,6 +101,11 @@ def versions(action: str, words: list[str]) -> int:
                 f"{each['version']:>6}  {each['state']:<9}{scored}  {len(each.get('sessions', []))} sessions  {each.get('why', '')}"
             )
     return 0
+
+
+def _mean(compared: dict[str, Any], who: str) -> str:
+    mean, number = compared[who], compared[f"{who}_sessions"]
+    return f"{who}: no feedback" if mean is None else f"{who}: {mean:.3f} in {number} sessions with feedback"
 
 
 def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -132,12 +141,14 @@ def clean_up(run: Path, forgotten: Forgotten) -> Iterator[str]:
     """Take what was forgotten out of the other files of a run's folder; lines on what was trained on it, and on what may hold
     it."""
     named = {*forgotten.episodes}
-    number = drop_lines(run / TRACES, episodes=named)
+    number = drop_lines(run / TRACES, episodes=named) + drop_lines(run / WATCHED, episodes=named)
+    for name in named:
+        (run / WATCHED).with_name(f"{name}.jsonl").unlink(missing_ok=True)
     copies = sorted(path for path in run.rglob("*.json") if path.name.partition(".")[0] in named)
     for path in copies:
         path.unlink()
     if number or copies:
-        yield f"removed: {number} lines of {TRACES}, {len(copies)} exported conversations"
+        yield f"removed: {number} lines of {TRACES} and {WATCHED}, {len(copies)} exported conversations"
     if forgotten.steps:
         yield trained_in(run, forgotten.steps)
     own = ("metrics.jsonl", "machine.jsonl", TRACES)

@@ -13,7 +13,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -54,8 +55,25 @@ class Gate(Protocol):
     margin: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What people think of the policy's sessions, and of those that another model answered; None: nothing was said of any."""
+
+    policy: float | None
+    policy_sessions: int
+    upstream: float | None
+    upstream_sessions: int
+
+    @classmethod
+    def of(cls, *, policy: Sequence[float], upstream: Sequence[float]) -> Compared:
+        """Means of the sessions' scores."""
+        means = [fmean(each) if each else None for each in (policy, upstream)]
+        return cls(policy=means[0], policy_sessions=len(policy), upstream=means[1], upstream_sessions=len(upstream))
+
+
 class Versions:
-    """`tasks`: reads the gate's; None: there are none, and each candidate is promoted."""
+    """`tasks`: reads the gate's; None: there are none, and each candidate is promoted. `compare(version)`: this served version to
+    the model that was watched; None: there is none."""
 
     def __init__(
         self,
@@ -66,7 +84,9 @@ class Versions:
         gate: Gate,
         tasks: Callable[[], Sequence[Task]] | None,
         say: Callable[[str], object],
+        compare: Callable[[int], Awaitable[Compared]] | None = None,
     ) -> None:
+        self._compare = compare
         self._folder = run / FOLDER
         self._engines = engines
         self._ledger = ledger
@@ -100,7 +120,9 @@ class Versions:
         assert parent is not None, "the first version was published"
         about: dict[str, Any] = {"parent": parent, "sessions": list(episodes)}
         first = self._about(parent).get("entropy", entropy)
-        about |= {"entropy": entropy}
+        about |= {} if entropy is None else {"entropy": entropy}
+        if self._compare is not None:
+            about["compared"] = asdict(await self._compare(parent))
         why = ""
         if entropy is not None and first and entropy < LEAST_ENTROPY * first:
             why = f"its entropy fell from {first:.3g} to {entropy:.3g} nats"
@@ -148,9 +170,18 @@ class Versions:
         found = [_read(path) for path in self._folder.glob("v*/version.json")]
         return sorted((each for each in found if "version" in each), key=lambda each: each["version"])
 
-    def status(self) -> dict[str, Any]:
+    @property
+    def num_promoted(self) -> int:
+        """Versions that have passed the gate, up to the one that is served."""
+        passed = {each["version"] for each in self._history if each["why"] == "gate"}
+        return sum(1 for version in passed if self.served is not None and version <= self.served)
+
+    async def status(self) -> dict[str, Any]:
         """What `understudy serve status` prints."""
-        return {"served": self.served, "history": self._history[-20:], "versions": self.list()}
+        told: dict[str, Any] = {"served": self.served, "history": self._history[-20:], "versions": self.list()}
+        if self._compare is not None and self.served is not None:
+            told["compared"] = asdict(await self._compare(self.served))
+        return told
 
     async def _play(self, version: int, *, parent: int) -> dict[str, Any]:
         assert self._tasks is not None

@@ -28,7 +28,7 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_version
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.lessons import Lessons, compared
 from learner.live_versions import SERVED, Versions
 from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
@@ -73,6 +74,7 @@ from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
+from mocked_server.http.roles import Upstream
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.live_keys import LiveKeys
@@ -90,14 +92,15 @@ from mocked_server.vllm.engine_arguments import (
     set_process_environment,
 )
 from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.watching import Watching, weighed
 
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
 USERS_VERSIONS = 16
 """Versions that ranks keep to check what users were told, however old what they learn from may be."""
-SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "refused", "seconds")
-"""What the line of such a run's step 0 has of it."""
+SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "conversations", "refused", "seconds")
+"""What the line of such a run's step 0, or of a lesson's, has of it."""
 MAX_NUM_SEQS = 256
 """Most generations in one engine step."""
 
@@ -185,6 +188,8 @@ class Pipeline:
         """Learning has failed; users are served on."""
         self._versions: Versions | None = None
         """Those that users may be served."""
+        self._watching: Watching | None = None
+        """Has another model answer users."""
         self._played: asyncio.Future[Play] | None = None
         """Plays validation tasks, once there are agents; None: SFT does not begin."""
 
@@ -239,7 +244,8 @@ class Pipeline:
         server.on_ended = generation.forget
         if server.sessions is not None:
             generation.on_round = server.sessions.recorded
-        for upstream in serving.others.upstreams.values():
+        watched = [] if self._watching is None else [self._watching.upstream]
+        for upstream in (*serving.others.upstreams.values(), *watched):
             upstream.record, upstream.encode = generation.record, server.encode
         main: Callable[[], Coroutine[Any, Any, None]]
         if self._evaluates:
@@ -256,6 +262,7 @@ class Pipeline:
                 starting=starting,
                 weights=weights,
                 generation=generation,
+                model=model,
             )
             main = partial(self._learn_for_users, self._learn) if config.serve.enabled else self._learn.run
         environment = await self._start_environment(stack, server)
@@ -369,32 +376,8 @@ class Pipeline:
         self._played = asyncio.get_running_loop().create_future()
         if not self._only_sft:
             folder = self._folder / SFT_FOLDER
-            run = config.run.model_copy(update={"name": f"{config.run.name}-{SFT_FOLDER}"})
-            config = config.model_copy(
-                update={"run": run, "learner": config.learner.model_copy(update={"stage": "sft"})}
-            )
-            newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
-            tracker = Tracker(
-                folder, trackers=run.trackers, name=run.name, config=config.model_dump(),
-                start=newest.position.step if newest else 0, warn=self._display.note,
-            )  # fmt: skip
-            stack.callback(tracker.close)
-
-        def begun(num_steps: int) -> None:
-            write_config(folder, config.model_copy(update={"run": config.run.model_copy(update={"steps": num_steps})}))
-
-        loop = SftLoop(
-            config,
-            ranks=ranks,
-            read_rows=partial(self._read_demonstrations, model=model),
-            store=CheckpointStore(folder / "checkpoints", keep=config.run.checkpoints.keep),
-            tracker=tracker,
-            display=self._display,
-            restart_limit=self._restart_limit,
-            play=self._play if self._only_sft and config.data.validation.tasks else None,
-            on_begun=begun,
-            on_step=lambda: self._note_sft(loop),
-        )
+            config, tracker = self._sft_stage(folder, trackers=config.run.trackers, stack=stack)
+        loop = self._sft_loop(config, folder=folder, tracker=tracker, ranks=ranks, model=model)
         if self._only_sft:
             self._learn = loop
 
@@ -403,11 +386,55 @@ class Pipeline:
             is_told = bool(self.history.steps)  # of a learner that was started again
             self._note_sft(loop)
             if not self._only_sft and not is_told:
-                figures = {name: value for name, value in loop.summary().items() if isinstance(value, int | float)}
-                self._tracker.log(0, {f"sft/{name}": value for name, value in figures.items() if name in SFT_FIGURES})
+                self._tracker.log(0, _sft_figures(loop))
                 write_summary(folder / "summary.json", {"name": config.run.name, **loop.summary(), "error": None})
 
         return stage
+
+    def _sft_stage(
+        self, folder: Path, *, trackers: Sequence[str], stack: AsyncExitStack | ExitStack, **sft: Any
+    ) -> tuple[Config, Tracker]:
+        """Configuration and figures of SFT in a folder below the run's. `sft`: keys of the section that are others there."""
+        run = self._config.run.model_copy(update={"name": f"{self._config.run.name}-{folder.name}"})
+        learner = self._config.learner.model_copy(update={"stage": "sft"})
+        config = self._config.model_copy(
+            update={"run": run, "learner": learner, "sft": self._config.sft.model_copy(update=sft)}
+        )
+        newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
+        tracker = Tracker(
+            folder, trackers=trackers, name=run.name, config=config.model_dump(),
+            start=newest.position.step if newest else 0, warn=self._display.note,
+        )  # fmt: skip
+        stack.callback(tracker.close)
+        return config, tracker
+
+    async def _lesson(self, file: Path, folder: Path, *, ranks: LearnerRanks, model: Path) -> dict[str, float]:
+        """SFT of a live run's own demonstrations, between two of its steps."""
+        with ExitStack() as stack:
+            config, tracker = self._sft_stage(
+                folder, trackers=(), stack=stack, demonstrations=str(file), validation="", min_score=None, patience=None
+            )
+            loop = self._sft_loop(config, folder=folder, tracker=tracker, ranks=ranks, model=model)
+            await loop.run()
+            return _sft_figures(loop)
+
+    def _sft_loop(self, config: Config, *, folder: Path, tracker: Tracker, ranks: LearnerRanks, model: Path) -> SftLoop:
+        def begun(num_steps: int) -> None:
+            write_config(folder, config.model_copy(update={"run": config.run.model_copy(update={"steps": num_steps})}))
+
+        loop = SftLoop(
+            config,
+            ranks=ranks,
+            read_rows=partial(self._read_demonstrations, config, model=model),
+            store=CheckpointStore(folder / "checkpoints", keep=config.run.checkpoints.keep),
+            tracker=tracker,
+            display=self._display,
+            restart_limit=self._restart_limit,
+            play=self._play if self._only_sft and config.data.validation.tasks else None,
+            on_begun=begun,
+            on_step=lambda: self._note_sft(loop),
+        )
+        return loop
 
     def _note_sft(self, loop: SftLoop) -> None:
         self.history.sft = loop.summary()
@@ -415,9 +442,8 @@ class Pipeline:
             state = {"phase": "", "learner": loop.activity, "step": loop.step, "steps_planned": loop.num_steps}
             self._machine.write(state)
 
-    async def _read_demonstrations(self, *, model: Path) -> Demonstrations:
+    async def _read_demonstrations(self, config: Config, *, model: Path) -> Demonstrations:
         """The conversations of the configured files as play shows them."""
-        config = self._config
         _, _, vllm_config = await self._vllm_of(model)
         strict = config.server.replay_match == "strict"
         renderer = make_renderer(vllm_config, strict=strict, last_only=config.sft.train_on == "last")
@@ -525,11 +551,13 @@ class Pipeline:
             stack.push_async_callback(server.close)
             server.attach_engine(engine)
             if config.serve.enabled:
+                self._watching = self._watch(stack, buffers.ledger)
                 server.serve_users(
                     buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
                     retention_s=None if config.serve.retention_days is None else 86_400 * config.serve.retention_days,
                     words_count=config.learner.advantage == "none", adapter=SERVED if self._versions else "",
                     version=lambda: engine.version if self._versions is None else self._versions.served or 0,
+                    watching=self._watching,
                 )  # fmt: skip
                 server.versions = self._versions
                 if (judge := config.serve.judge).model:
@@ -542,10 +570,39 @@ class Pipeline:
             await server.start()
         return Serving(engine=engine, engines=engines, server=server, buffers=buffers, others=others)
 
+    def _watch(self, stack: AsyncExitStack, ledger: Ledger) -> Watching | None:
+        """What has another model answer a share of the sessions; None: the policy answers all."""
+        settings = self._config.serve.upstream
+        if not settings.url:
+            return None
+        key = os.environ.get(settings.key_variable, "") if settings.key_variable else ""
+        upstream = Upstream(
+            settings.url, model=settings.model, key=key, who="serve.upstream", silence_s=settings.timeout_s
+        )
+        watching = Watching(
+            upstream, folder=self._folder, ledger=ledger, settings=settings,
+            num_promoted=lambda: 0 if self._versions is None else self._versions.num_promoted,
+        )  # fmt: skip
+        stack.push_async_callback(watching.close)
+        return watching
+
+    def _lessons(self, ledger: Ledger, *, ranks: LearnerRanks, model: Path) -> Lessons | None:
+        if self._watching is None:
+            return None
+        settings = self._config.serve.upstream
+        return Lessons(
+            self._watching.folder, watched=self._watching, ledger=ledger, every=settings.lesson_sessions,
+            weigh=partial(weighed, min_score=settings.min_score), teach=partial(self._lesson, ranks=ranks, model=model),
+            say=self._display.note,
+        )  # fmt: skip
+
     def _make_versions(self, players: Players, engine: EngineFleet, *, ledger: Ledger) -> Versions:
         gate = self._config.serve.gate
         read = partial(task_list, Path(gate.tasks), agent_name=players.default) if gate.tasks else None
-        return Versions(self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note)
+        compare = (lambda version: compared(ledger, served=version)) if self._config.serve.upstream.url else None
+        return Versions(
+            self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note, compare=compare
+        )
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -635,6 +692,7 @@ class Pipeline:
         starting: asyncio.Task[None],
         weights: WeightSync,
         generation: Generation,
+        model: Path,
     ) -> LearnLoop:
         config = self._config
         self.agreement = Agreement(
@@ -686,6 +744,7 @@ class Pipeline:
             checkpoint=self._checkpoint,
             agreement=self.agreement,
             versions=self._versions,
+            lessons=self._lessons(serving.buffers.ledger, ranks=learner.ranks, model=model),
             on_begun=partial(write_config, self._folder, config),
         )
 
@@ -884,6 +943,11 @@ class Pipeline:
             "rounds": counts["rounds"],
             "tokens": counts["tokens"],
         }
+
+
+def _sft_figures(loop: SftLoop) -> dict[str, float]:
+    told = loop.summary()
+    return {f"sft/{name}": told[name] for name in SFT_FIGURES if isinstance(told[name], int | float)}
 
 
 def engine_settings(

@@ -361,6 +361,11 @@ def check_other_models(config: Config) -> None:
                 f"roles.{name}.key_variable must name a variable that is set, got {role.key_variable}; set it where you "
                 f"start the run"
             )
+    upstream = config.serve.upstream.key_variable
+    if upstream and upstream not in os.environ:
+        raise UnderstudyError(
+            f"serve.upstream.key_variable must name a variable that is set, got {upstream}; set it where you start the run"
+        )
     for key, path in named.items():
         if not path:
             continue

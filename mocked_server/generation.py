@@ -328,7 +328,9 @@ class Generation:
         """None: nothing of this prompt is recorded: it has no episode, or that ended while its last generation ran."""
         return None if prompt.episode_id is None else self.episodes.find(prompt.episode_id)
 
-    def record(self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]) -> Future[None]:
+    def record(
+        self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]
+    ) -> tuple[Round, Future[None]]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
         ends when it is durable, or refused. Raises EpisodeClosed."""
         response = Response(
@@ -339,7 +341,8 @@ class Generation:
         )
         trained = np.zeros(len(said), np.uint8)
         tree = self.episodes.get(episode_id).tree
-        return self._put(tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role))
+        round_ = tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role)
+        return round_, self._put(round_)
 
     def forget(self, episode_id: str, reason: str) -> None:
         """The episode ended. Unless it was scored, what is generated for it now is given up."""

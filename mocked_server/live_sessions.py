@@ -8,8 +8,8 @@ the others are dropped here and stay open in the ledger, where a later request, 
 `retention_s` are forgotten there, too.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
-trained; a session that was ended continues as another episode of the same name; of a request that is not to be recorded nothing is
-kept once it was answered.
+trained; a session that was ended continues as another episode of the same name; a session stays with the model that began it; of
+a request that is not to be recorded nothing is kept once it was answered.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from starlette.types import Scope, Send
+
 from buffers.errors import RequestRefused, UnderstudyError
 from buffers.ledger.batches import WAS_FORGOTTEN
 from buffers.ledger.forgetting import Forgotten, require_some
@@ -34,9 +36,12 @@ from buffers.records import Episode, Round, Task
 from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES, Episodes, LiveEpisode
+from mocked_server.http.dialects import Failure
 from mocked_server.live_keys import LiveKeys
 from mocked_server.next_turn import NextTurn, NextTurnJudge
+from mocked_server.request_context import Call
 from mocked_server.session_marks import SessionMark, session_mark
+from mocked_server.watching import Watching, is_down
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +105,10 @@ class LiveSessions:
         decode: Callable[[list[int]], str] = str,
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
+        watching: Watching | None = None,
     ) -> None:
+        """`watching`: answers a share of the sessions by another model. None: the policy answers all."""
+        self.watching = watching
         self.keys = keys
         self._ledger = ledger
         self._episodes = episodes
@@ -149,7 +157,9 @@ class LiveSessions:
                 return self.door_of(user)
             mark = session_mark(path, headers, body)
             if mark.name:
-                return await self._of_name(self._user(user), mark)
+                return await self._of_name(self._user(user), mark, path)
+            if (live := await self._of_watched(self._user(user), mark, path, body)) is not None:
+                return live
             if "messages" in body or "input" in body or "contents" in body:
                 return partial(self._of_chat, self._user(user), mark)
             return await self._begin(self._user(user), mark)
@@ -170,7 +180,7 @@ class LiveSessions:
             self._users[name] = _User(name, LiveEpisode(episode=nowhere, is_recorded=False, adapter=self._adapter))
         return self._users[name]
 
-    async def _of_name(self, user: _User, mark: SessionMark) -> LiveEpisode:
+    async def _of_name(self, user: _User, mark: SessionMark, path: str) -> LiveEpisode:
         place = (mark.name, mark.is_side)
         async with user.opening[place]:
             live = user.named.get(place)
@@ -178,10 +188,56 @@ class LiveSessions:
                 found = await asyncio.wrap_future(
                     self._ledger.running_sessions(user=user.name, name=mark.name, is_side=mark.is_side)
                 )
-                live = await self._resume(user, found[0]) if found else None
+                if found and (self.watching is not None or not found[0].is_watched):
+                    live = await self._resume(user, found[0])
             if live is None or live.kept_bytes > MAX_KEPT_BYTES:
-                live = await self._begin(user, mark)
+                main = user.named.get((mark.name, False)) if mark.is_side else None
+                live = await self._begin(user, mark, is_watched=self._draws(path) if main is None else main.is_watched)
         return live
+
+    def _draws(self, path: str) -> bool:
+        return self.watching is not None and self.watching.draws(path)
+
+    async def _of_watched(
+        self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any]
+    ) -> LiveEpisode | None:
+        """The session that another model answers, or is to answer; None: the policy is asked. Only a conversation in which no model
+        has said anything may begin one."""
+        given = None if self.watching is None else await self.watching.read(path, body)
+        if self.watching is None or given is None:
+            return None
+        asked, chain = given
+        if (known := self.watching.find(user.name, chain)) is None:
+            return await self._begin(user, mark, is_watched=True) if asked.is_new and self._draws(path) else None
+        if known in self._open and (live := self._episodes.find(known)) is not None:
+            return live
+        found = await asyncio.wrap_future(
+            self._ledger.running_sessions(user=user.name, name="", is_side=mark.is_side, episode_id=known)
+        )
+        return await self._resume(user, found[0]) if found else None
+
+    async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool:
+        """Have the other model answer a request of a session that it answers. False: it is down, and the session that begins is the
+        policy's. Raises Failure before anything was sent."""
+        live, known = call.live, self._open.get(call.live.episode_id)
+        if self.watching is None or known is None:
+            raise Failure(409, "another model has begun this session, and is not asked any more; begin another session")
+        session = known.session
+        try:
+            await self.watching.answer(
+                call, scope, body, user=known.user.name, is_named=bool(session.name), is_side=session.is_side, send=send
+            )
+        except Failure as failure:
+            if not (is_down(failure) and self.watching.can_be_left_out and self.watching.is_untouched(live.episode_id)):
+                raise
+            if not await asyncio.wrap_future(self._ledger.take_over(episode_id=live.episode_id)):
+                raise
+            live.is_watched = False
+            if not (session.name or session.is_side):
+                known.user.unnamed.append(live)
+            self.watching.give_up(live.episode_id)
+            return False
+        return True
 
     async def _of_chat(self, user: _User, mark: SessionMark, chat: Conversation, parse: Parse) -> LiveEpisode:
         """The session of which a round is continued, the latest heard first."""
@@ -192,14 +248,14 @@ class LiveSessions:
                     self._ledger.running_sessions(user=user.name, name="", limit=RESTORED)
                 )
                 for session in reversed(found):
-                    if session.episode_id not in self._open:
+                    if session.episode_id not in self._open and not session.is_watched:
                         await self._resume(user, session)
             for live in sorted(user.unnamed, key=lambda each: each.heard, reverse=True)[:MOST_UNNAMED]:
                 if live.kept_bytes <= MAX_KEPT_BYTES and find_parent(live, chat, parse) is not None:
                     return live
         return await self._begin(user, mark)
 
-    async def _begin(self, user: _User, mark: SessionMark) -> LiveEpisode:
+    async def _begin(self, user: _User, mark: SessionMark, *, is_watched: bool = False) -> LiveEpisode:
         session = await asyncio.wrap_future(
             self._ledger.open_session(
                 episode_id=f"{user.name}-{secrets.token_hex(6)}",
@@ -207,6 +263,7 @@ class LiveSessions:
                 name=mark.name,
                 is_side=mark.is_side,
                 version=self._version(),
+                is_watched=is_watched,
             )
         )
         return self._took(user, session, self._episodes.open(_episode(session, user=user.name)))
@@ -216,11 +273,11 @@ class LiveSessions:
         return self._took(user, session, self._restore(_episode(session, user=user.name), rounds))
 
     def _took(self, user: _User, session: Session, live: LiveEpisode) -> LiveEpisode:
-        live.adapter = self._adapter
+        live.adapter, live.is_watched = self._adapter, session.is_watched
         self._open[session.episode_id] = _Open(user, session)
         if session.name:
             user.named[session.name, session.is_side] = live
-        elif not session.is_side:
+        elif not (session.is_side or session.is_watched):
             user.unnamed.append(live)
         return live
 
@@ -272,6 +329,8 @@ class LiveSessions:
         """Ends silent sessions, and forgets old ones, until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._silence_s / 4))
+            if self.watching is not None:
+                await self.watching.write_silent(self._silence_s)
             await self.look()
 
     async def look(self) -> None:
@@ -323,6 +382,8 @@ class LiveSessions:
 
     async def _forget_episodes(self, episode_ids: list[str]) -> Forgotten:
         taken = await asyncio.wrap_future(self._ledger.forget_episodes(episode_ids=episode_ids))
+        if self.watching is not None:
+            await asyncio.to_thread(self.watching.forget, episode_ids)
         self._num_forgotten += len(taken.episodes)
         self._forgotten_bytes += taken.num_bytes
         self._owes_overwriting = True
@@ -359,12 +420,13 @@ class LiveSessions:
 
     def figures(self) -> dict[str, float]:
         """Users and sessions that were heard of lately; requests of which nothing was stored, and episodes that were forgotten."""
-        found = {
+        found: dict[str, float] = {
             "live/users": len(self._users),
             "live/sessions": len(self._open),
             "live/unrecorded": self._num_unrecorded,
             "live/forgotten": self._num_forgotten,
         }
+        found |= {} if self.watching is None else self.watching.figures()
         return found | (self.judge.figures() if self.judge else {})
 
 

@@ -56,6 +56,7 @@ from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
+from mocked_server.watching import Watching
 
 if TYPE_CHECKING:
     from mocked_server.processes.server_processes import ServerProcesses
@@ -81,7 +82,7 @@ class VersionService(Protocol):
 
     async def promote(self, version: int) -> None: ...
     async def rollback(self, version: int | None = None) -> int: ...
-    def status(self) -> dict[str, Any]: ...
+    async def status(self) -> dict[str, Any]: ...
 
 
 class MockedServer:
@@ -205,7 +206,7 @@ class MockedServer:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
         served = GeminiRoutes(await build_serving_app(self._args, self._client))
-        self.model_requests = ModelRequests(served, roles=self._roles)
+        self.model_requests = ModelRequests(served, roles=self._roles, sessions=self.sessions)
         self._http = HttpService(self._front(), sockets=[self._socket, self._admin_socket])
         if self.processes is not None:
             await self.processes.start(self)
@@ -348,6 +349,7 @@ class MockedServer:
         words_count: bool,
         version: Callable[[], int],
         adapter: str,
+        watching: Watching | None = None,
     ) -> LiveSessions:
         """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
 
@@ -359,7 +361,7 @@ class MockedServer:
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, retention_s=retention_s, words_count=words_count,
             version=version, adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
-            restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason),
+            restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason), watching=watching,
         )  # fmt: skip
         return self.sessions
 
@@ -396,7 +398,7 @@ class MockedServer:
             await self.versions.rollback(version)
         elif action == "promote" and version is not None:
             await self.versions.promote(version)
-        return self.versions.status()
+        return await self.versions.status()
 
     async def feedback(self, *, user: str | None, **said: Any) -> dict[str, Any]:
         """Store what is thought of a session, a round or an answer. `user`: None may speak of all. Raises UnknownEpisode."""

@@ -88,6 +88,21 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
     return trained.rowcount
 
 
+@operation(repeatable=True)
+def commit_lesson(db: sqlite3.Connection, *, step: int, version: int) -> None:
+    """A step that learned demonstrations, and no groups."""
+    lineage = current_lineage(db)
+    if (
+        db.execute("SELECT 1 FROM step WHERE lineage = ? AND step = ? AND num_groups = 0", (lineage, step)).fetchone()
+        is None
+    ):
+        lease_id = db.execute("INSERT INTO lease(state) VALUES ('committed')").lastrowid
+        db.execute(
+            "INSERT INTO step(lineage, step, lease_id, version, num_groups) VALUES (?, ?, ?, ?, 0)",
+            (lineage, step, lease_id, version),
+        )
+
+
 def release(db: sqlite3.Connection, lease_id: int) -> int:
     """Give a batch back untrained: its groups are ready again; returns how many. Raises LeaseError."""
     _check_active(db, lease_id=lease_id)

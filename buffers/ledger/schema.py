@@ -130,13 +130,14 @@ CREATE TABLE score(
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
 -- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
--- calls it ('': nothing), and whether its calls stand beside the main line. heard_at: when something of it was stored last; 0: it
--- is to be forgotten, NULL: it was.
+-- calls it ('': nothing), whether its calls stand beside the main line, and whether another model answers them (`serve.upstream`):
+-- nothing of those is ever trained. heard_at: when something of it was stored last; 0: it is to be forgotten, NULL: it was.
 CREATE TABLE session(
     episode_id TEXT PRIMARY KEY REFERENCES episode(episode_id),
     user       TEXT NOT NULL,
     name       TEXT NOT NULL,
     is_side    INTEGER NOT NULL,
+    is_watched INTEGER NOT NULL DEFAULT 0,
     heard_at   REAL DEFAULT ({_NOW})
 ) WITHOUT ROWID;
 CREATE INDEX session_by_name ON session(user, name);
@@ -179,7 +180,7 @@ CREATE TABLE step(
     step       INTEGER NOT NULL,
     lease_id   INTEGER NOT NULL UNIQUE REFERENCES lease(lease_id),
     version    INTEGER NOT NULL,
-    num_groups INTEGER NOT NULL,
+    num_groups INTEGER NOT NULL,  -- 0: it learned demonstrations
     UNIQUE (lineage, step)
 );
 
@@ -204,7 +205,17 @@ def _count(name: str, n: str = "1") -> str:
 # A reason is a short kind, then optionally ": detail"; kinds are counted.
 _KIND = "substr(NEW.reason, 1, instr(NEW.reason || ':', ':') - 1)"
 
+_WATCHED = "(SELECT is_watched FROM session WHERE episode_id = NEW.episode_id)"
+
 _TRIGGERS = f"""
+CREATE TRIGGER watched_round BEFORE INSERT ON round
+WHEN {_WATCHED} AND (NEW.trained IS NULL OR NEW.trained != zeroblob(NEW.num_sampled)) BEGIN
+    SELECT RAISE(ABORT, 'what another model said is never trained');
+END;
+CREATE TRIGGER watched_flags BEFORE UPDATE OF trained ON round
+WHEN {_WATCHED} AND (NEW.trained IS NULL OR NEW.trained != zeroblob(NEW.num_sampled)) BEGIN
+    SELECT RAISE(ABORT, 'what another model said is never trained');
+END;
 CREATE TRIGGER grp_opened AFTER INSERT ON grp BEGIN
     {_count("'groups/' || NEW.state")}
 END;

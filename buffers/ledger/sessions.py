@@ -27,6 +27,18 @@ class Session(NamedTuple):
     group_id: int
     name: str
     is_side: bool
+    is_watched: bool = False
+    """Another model answers it: `serve.upstream`."""
+
+
+class SessionScore(NamedTuple):
+    """What people thought of a session: the mean of what was said of the whole, else of its rounds."""
+
+    episode_id: str
+    is_watched: bool
+    version: int
+    """The one that it was opened with."""
+    score: float
 
 
 class FeedbackTaken(NamedTuple):
@@ -37,12 +49,19 @@ class FeedbackTaken(NamedTuple):
     is_new: bool
     """False: the same was said before."""
     trains: bool
-    """False: the session was trained already, or has ended otherwise; it is recorded only."""
+    """False: the session was trained already, has ended otherwise, or another model answers it; it is recorded only."""
 
 
 @operation(repeatable=True)
 def open_session(
-    db: sqlite3.Connection, *, episode_id: str, user: str, name: str, is_side: bool, version: int
+    db: sqlite3.Connection,
+    *,
+    episode_id: str,
+    user: str,
+    name: str,
+    is_side: bool,
+    version: int,
+    is_watched: bool = False,
 ) -> Session:
     """Open and start an episode for a session, under the caller's id."""
     if adopt_episode(db, episode_id):
@@ -50,23 +69,48 @@ def open_session(
             "UPDATE episode SET version = ?, started_at = (julianday('now') - 2440587.5) * 86400.0 WHERE episode_id = ?",
             (version, episode_id),
         )
-        values = (episode_id, user, name, is_side)
-        db.execute("INSERT INTO session(episode_id, user, name, is_side) VALUES (?, ?, ?, ?)", values)
+        values = (episode_id, user, name, is_side, is_watched)
+        db.execute("INSERT INTO session(episode_id, user, name, is_side, is_watched) VALUES (?, ?, ?, ?, ?)", values)
     row = read_episode(db, episode_id=episode_id)
-    return Session(episode_id, row.group_id, name, is_side)
+    return Session(episode_id, row.group_id, name, is_side, is_watched)
 
 
 @operation(repeatable=True)
 def running_sessions(
-    db: sqlite3.Connection, *, user: str, name: str, is_side: bool = False, limit: int = 1
+    db: sqlite3.Connection, *, user: str, name: str, is_side: bool = False, limit: int = 1, episode_id: str = ""
 ) -> list[Session]:
-    """The running episodes of a user's sessions of this name, the newest first."""
+    """The running episodes of a user's sessions of this name, the newest first. `episode_id`: only this one."""
     found = db.execute(
-        "SELECT episode_id, group_id, name, is_side FROM session JOIN episode USING (episode_id) WHERE user = ? AND name = ? "
-        "AND is_side = ? AND state = 'running' ORDER BY seq DESC LIMIT ?",
-        (user, name, is_side, limit),
+        "SELECT episode_id, group_id, name, is_side, is_watched FROM session JOIN episode USING (episode_id) WHERE user = ? "
+        "AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
+        (user, name, is_side, episode_id, limit),
     )
-    return [Session(episode_id, group_id, name, bool(side)) for episode_id, group_id, name, side in found.fetchall()]
+    return [
+        Session(episode, group, called, bool(side), bool(watched))
+        for episode, group, called, side, watched in found.fetchall()
+    ]
+
+
+@operation(repeatable=True)
+def take_over(db: sqlite3.Connection, *, episode_id: str) -> bool:
+    """The policy answers a session that another model was to answer. False: that one has answered, and keeps it."""
+    nothing = "NOT EXISTS (SELECT 1 FROM round WHERE round.episode_id = session.episode_id)"
+    return (
+        db.execute(f"UPDATE session SET is_watched = 0 WHERE episode_id = ? AND {nothing}", (episode_id,)).rowcount > 0
+    )
+
+
+@operation(repeatable=True)
+def session_scores(db: sqlite3.Connection, *, episode_id: str = "") -> list[SessionScore]:
+    """Those of all sessions that people gave a score, or of one."""
+    found = db.execute(
+        "SELECT session.episode_id, is_watched, version, coalesce(avg(CASE part WHEN 'whole' THEN value END), avg(value)) FROM "
+        "(SELECT max(score_id) AS latest FROM score WHERE part IN ('whole', 'round') AND verdict IN ('stored', 'revised') "
+        "AND ? IN ('', episode_id) GROUP BY episode_id, part, round_index, judge) JOIN score ON score_id = latest "
+        "JOIN session USING (episode_id) JOIN episode USING (episode_id) WHERE is_side = 0 GROUP BY session.episode_id",
+        (episode_id,),
+    )
+    return [SessionScore(name, bool(watched), version, score) for name, watched, version, score in found.fetchall()]
 
 
 def name_answer(db: sqlite3.Connection, *, request_id: str, episode_id: str, round_index: int) -> None:
@@ -94,10 +138,11 @@ def give_feedback(
     episode_id, index = _meant(db, user=user, session=session, response_id=response_id, round_index=round_index)
     row = read_episode(db, episode_id=episode_id)
     _heard(db, episode_id=episode_id)
+    (is_watched,) = db.execute("SELECT is_watched FROM session WHERE episode_id = ?", (episode_id,)).fetchone()
     detail = ScoreDetail(round_index=index, judge=source, final=False, revise=True, hint=text)
     if score is None:
         is_new = say(db, row=row, detail=detail)
-        return FeedbackTaken(episode_id, index, is_new, row.state == EpisodeState.RUNNING)
+        return FeedbackTaken(episode_id, index, is_new, row.state == EpisodeState.RUNNING and not is_watched)
     taken = notify_score(
         db, episode_id=episode_id, score=score, detail=detail, max_attempts=1, drop_zero_variance=False
     )
@@ -105,7 +150,7 @@ def give_feedback(
         return FeedbackTaken(episode_id, index, True, False)
     if isinstance(taken, UnderstudyError):
         return taken
-    return FeedbackTaken(episode_id, index, taken, True)
+    return FeedbackTaken(episode_id, index, taken, not is_watched)
 
 
 @operation(repeatable=True)

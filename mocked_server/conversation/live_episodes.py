@@ -95,6 +95,8 @@ class LiveEpisode:
     """False: its requests are answered, and nothing of them is stored or remembered."""
     adapter: str = ""
     """The adapter that its requests are answered with, by name; empty: the newest of the policy."""
+    is_watched: bool = False
+    """Another model answers it: `serve.upstream`."""
     requests: int = 0
     """Being answered now."""
     heard: float = field(default_factory=time.monotonic)

@@ -75,13 +75,20 @@ class Observer(Protocol):
         ...
 
 
+class Sessions(Protocol):
+    """`mocked_server.live_sessions.LiveSessions`."""
+
+    async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool: ...
+
+
 class ModelRequests:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, *, roles: Roles | None = None) -> None:
-        """`roles`: of the run; None: it has none."""
+    def __init__(self, app: ASGIApp, *, roles: Roles | None = None, sessions: Sessions | None = None) -> None:
+        """`roles`: of the run; None: it has none. `sessions`: of users; None: there are none."""
         self._app = app
         self._roles = roles
+        self._sessions = sessions
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()
         """Why requests were refused -> how often; at most `MAX_REASONS`."""
@@ -119,6 +126,12 @@ class ModelRequests:
                 call.join(chosen)
             else:
                 call.by_chat = chosen
+        if call.live.is_watched and self._sessions is not None:
+            reply = _Reply(call, send)
+            if await self._sessions.watch(call, scope, body, send=reply.take):
+                await self._end(reply, path)
+                return
+            call.generates = False
         if self._roles is not None:
             body = await call.apart(self._roles.settle, call, body)
             if (upstream := self._roles.upstream_of(call.role)) is not None:

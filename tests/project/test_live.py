@@ -71,10 +71,13 @@ class Live:
         return process
 
     @property
-    def steps(self) -> list[dict[str, float]]:
+    def lines(self) -> list[dict[str, float]]:
         file = self.folder / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        return [line for line in lines if "reward/mean" in line]
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        return [line for line in self.lines if "reward/mean" in line]
 
     @property
     def gated(self) -> list[dict[str, object]]:

@@ -15,6 +15,16 @@ GAE, GRPO, OLD = learner_name("gae"), learner_name("grpo"), learner_name("rloo")
 
 SERVER_KILLED = "tests/project/test_recovery.py::test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed"
 NEXT = "tests/mocked_server/test_next_turn.py::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"
+LEARNED = "tests/project/test_live_watched.py::test_what_another_model_says_is_learned_and_then_said_without_it"
+UP = "tests/mocked_server/test_watching.py"
+_DOWN = "test_one_that_is_down_costs_no_new_session_its_answer_once_the_policy_is_promoted"
+UPSTREAM = {
+    "share": "test_the_share_falls_with_each_promoted_version_to_its_floor", "down": _DOWN, "taken_over": _DOWN, "requests": _DOWN,
+    "slow": "test_one_that_is_silent_is_a_time_out", "cut": "test_a_stream_that_is_cut_ends_with_an_error_of_its_dialect",
+    "refused": "test_what_it_refuses_is_refused_without_the_key", "sessions": "test_feedback_weighs_and_leaves_out",
+    "demonstrations": "test_feedback_weighs_and_leaves_out", "unreadable": "test_what_lies_with_the_other_server_is_not_learned",
+    "left_out": "test_what_lies_with_the_other_server_is_not_learned",
+}  # fmt: skip
 LIVE = "tests/project/test_live.py::test_users_are_served_learned_from_and_found_again_after_a_kill"
 SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
@@ -34,6 +44,8 @@ def rows() -> list[Row]:
             for name in ("loss", "val_loss", "epoch", "val_loss_last", "refused")
         ],
         *[Row(f"metric live/{name}", "", LIVE) for name in ("users", "sessions")],
+        Row("metric sft/conversations", "", LEARNED),
+        *[Row(f"metric upstream/{name}", "", f"{UP}::{test}") for name, test in UPSTREAM.items()],
         *[Row(f"metric live/judge_{name}", "", NEXT) for name in ("judged", "silent", "failed", "left_out")],
         Row("metric policy/router_agreement", "", REPLAYED),
         Row("metric policy/router_aux_loss", "", REPLAYED),

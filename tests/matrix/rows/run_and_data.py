@@ -16,6 +16,8 @@ SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
 JUDGE = "tests/env_adapters/scoring/test_judge.py"
 NEXT = "tests/mocked_server/test_next_turn.py"
 LIVE = "tests/project/test_live.py"
+WATCHED = "tests/mocked_server/test_watching.py"
+LEARNED = "tests/project/test_live_watched.py::test_what_another_model_says_is_learned_and_then_said_without_it"
 GATE = "tests/learner/test_live_versions.py"
 WHOSE = "tests/mocked_server/test_whose_data.py"
 CHECKS = "tests/learner/startup/test_input_check.py"
@@ -73,6 +75,23 @@ def _run_rows() -> list[Row]:
         Row("serve.judge.timeout_s", "", f"{NEXT}::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"),
         Row("serve.retention_days", "set", f"{WHOSE}::test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back"),
         Row("serve.retention_days", "null", f"{WHOSE}::test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused"),
+        *[
+            Row(f"serve.upstream.{key}", value, f"{WATCHED}::{test}")
+            for key, value, test in (
+                ("url", "", "test_a_chat_with_a_tool_passes_and_is_a_demonstration"),
+                ("model", "", "test_a_chat_with_a_tool_passes_and_is_a_demonstration"),
+                ("dialect", "null", "test_claudes_client_passes"),
+                ("dialect", "anthropic", "test_a_client_of_another_dialect_is_the_policys"),
+                ("dialect", "openai", "test_claudes_client_is_the_policys_where_it_speaks_openais_dialect"),
+                ("share", "", "test_a_named_session_and_its_side_are_of_one_model"),
+                ("step", "", "test_the_share_falls_with_each_promoted_version_to_its_floor"),
+                ("floor", "", "test_the_share_falls_with_each_promoted_version_to_its_floor"),
+                ("min_score", "", "test_feedback_weighs_and_leaves_out"),
+                ("timeout_s", "", "test_one_that_is_silent_is_a_time_out"),
+            )
+        ],
+        *[Row(f"serve.upstream.{key}", value, LEARNED) for key, value in (("key_variable", ""), ("lesson_sessions", ""), ("terms_allow_learning", True))],
+        Row("serve.upstream.terms_allow_learning", False, "tests/configs/test_serve.py::test_what_cannot_be_served_is_refused_by_name"),
         Row("learner.stage", "sft", "tests/project/test_sft.py::test_a_killed_run_of_sft_goes_on_as_if_it_had_not_been"),
         Row("learner.stage", "rl", "prompts", lambda ended: expect(_steps(ended) != [], f"steps {_steps(ended)}")),
     ]  # fmt: skip

@@ -1,0 +1,123 @@
+"""Lessons of a live run: what another model was watched doing (`serve.upstream`) is learned by SFT, within the run.
+
+`learner.learn_loop` waits for a lesson beside its batches, and makes a step of one. Invariants: a lesson is SFT of all that was
+watched, the newest `MOST`, weighed by what people have said of it by then; nothing of it is an RL batch; a lesson waits for new
+demonstrations also where the candidate that came of the one before is refused; what cannot be learned costs a lesson, not the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.disk import replacing
+from buffers.errors import TaskError
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.sessions import SessionScore
+from learner.live_versions import Compared
+
+MOST = 1000
+"""Demonstrations in one lesson."""
+
+
+class Watched(Protocol):
+    """`mocked_server.watching.Watching`."""
+
+    number: int
+
+    async def wait(self, number: int) -> None: ...
+    def rows(self) -> Iterator[dict[str, Any]]: ...
+
+
+Teach = Callable[[Path, Path], Awaitable[dict[str, float]]]
+"""Has the learner's ranks learn this file by SFT, in this folder; its figures. Raises TaskError where nothing can be learned."""
+
+
+class Lessons:
+    """`folder`: the run's. `every`: new demonstrations that make a lesson. `weigh(score)`: the fields of a demonstration by what
+    people think of its session."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        watched: Watched,
+        ledger: Ledger,
+        every: int,
+        weigh: Callable[[float | None], dict[str, float | None]],
+        teach: Teach,
+        say: Callable[[str], object],
+    ) -> None:
+        self._folder = folder
+        self._watched = watched
+        self._ledger = ledger
+        self._every = every
+        self._weigh = weigh
+        self._teach = teach
+        self._say = say
+        self._learned = _read(folder / "learned.json")
+        self._taken = self._learned
+
+    async def due(self) -> None:
+        """Wait until there is enough to learn."""
+        await self._watched.wait(self._learned + self._every)
+
+    async def take(self, step: int) -> dict[str, float] | None:
+        """Learn, on ranks that nobody else uses meanwhile; its figures. None: nothing could be learned."""
+        self._taken = self._watched.number
+        scores = {each.episode_id: each.score for each in await _of(self._ledger.session_scores())}
+        place = self._folder / f"lesson-{step}"
+        if not (place / "checkpoints").is_dir():  # else it is the one that a death of ranks has cut short
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(self._write, place / "demonstrations.jsonl", scores)
+        try:
+            told = await self._teach(place / "demonstrations.jsonl", place)
+        except TaskError as error:
+            self._say(f"nothing is learned of what was watched: {error}")
+            await self.end()
+            return None
+        await asyncio.to_thread(shutil.rmtree, place / "checkpoints", ignore_errors=True)
+        return told
+
+    async def end(self) -> None:
+        """What came of the lesson is kept, or refused: the next one waits for more."""
+        self._learned = self._taken
+        await asyncio.to_thread(_write, self._folder / "learned.json", self._learned)
+
+    def _write(self, path: Path, scores: dict[str, float]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = deque(self._watched.rows(), maxlen=MOST)
+        weighed = [{**row, **self._weigh(scores.get(str(row["source"])))} for row in rows]
+        with replacing(path) as scratch:
+            scratch.write_text("".join(f"{json.dumps(row)}\n" for row in weighed if row["weight"]), encoding="utf-8")
+
+
+async def compared(ledger: Ledger, *, served: int) -> Compared:
+    """What people think of the sessions that the served version answered, and of those of the other model."""
+    scores: Sequence[SessionScore] = await _of(ledger.session_scores())
+    return Compared.of(
+        policy=[each.score for each in scores if not each.is_watched and each.version == served],
+        upstream=[each.score for each in scores if each.is_watched],
+    )
+
+
+async def _of(future: Future[Any]) -> Any:
+    return await asyncio.wrap_future(future)
+
+
+def _read(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return 0
+
+
+def _write(path: Path, number: int) -> None:
+    with replacing(path) as scratch:
+        scratch.write_text(f"{number}\n", encoding="utf-8")
