@@ -689,9 +689,9 @@ class UpstreamConfig(Section):
     terms_allow_learning: bool = False
     """You have seen that its terms allow you to train a model on what it says; nothing is passed on before you have set it."""
     share: Fraction = 1.0
-    """Of the sessions that begin, those that it answers; each stays with the model that began it."""
+    """Share of the sessions that begin which it answers; each stays with the model that began it."""
     step: Fraction = 0.0
-    """By how much `share` falls with each version that passes the gate; it rises again by a rollback."""
+    """Fall of `share` with each version that passes the gate; it rises again by a rollback."""
     floor: Fraction = 0.0
     """Below which `step` does not bring it."""
     lesson_sessions: PositiveInt = 32

@@ -258,7 +258,7 @@ class LearnLoop:
 
     async def _offer(self, users: Versions, *, entropy: float | None) -> None:
         """The newest version is a candidate. Where it is refused the learner goes back to what it was after the candidate before;
-        what is saved is the state that it goes on from."""
+        what is saved is the state that it continues from."""
         sessions, self._new_sessions = self._new_sessions, []
         self.activity = "gate"
         self._pool.unpause()

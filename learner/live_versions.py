@@ -177,7 +177,7 @@ class Versions:
         return sum(1 for version in passed if self.served is not None and version <= self.served)
 
     async def status(self) -> dict[str, Any]:
-        """For `understudy serve status`."""
+        """What `understudy serve status` prints."""
         told: dict[str, Any] = {"served": self.served, "history": self._history[-20:], "versions": self.list()}
         if self._compare is not None and self.served is not None:
             told["compared"] = asdict(await self._compare(self.served))

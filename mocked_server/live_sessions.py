@@ -7,7 +7,7 @@ Loop row: `run` looks once in a while for sessions that were silent for `silence
 the others are forgotten here and stay open in the ledger, where a later request, or a restart, finds them.
 
 Invariants: a session is one running episode at a time; side calls (titles, probes, summaries) are episodes of their own, not
-trained; a session that was ended goes on as another episode of the same name; a session stays with the model that began it.
+trained; a session that was ended continues as another episode of the same name; a session stays with the model that began it.
 """
 
 from __future__ import annotations

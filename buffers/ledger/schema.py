@@ -125,7 +125,7 @@ CREATE TABLE score(
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
--- An episode that is a session of somebody's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
+-- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
 -- calls it ('': nothing), whether its calls stand beside the main line, and whether another model answers them (`serve.upstream`):
 -- nothing of those is ever trained.
 CREATE TABLE session(

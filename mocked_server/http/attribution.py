@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 from urllib.parse import parse_qs
 
 import httpx
@@ -40,8 +41,7 @@ from mocked_server.http.dialects import (
     spoken,
 )
 from mocked_server.keys import PREFIX, KeyRing
-from mocked_server.live_sessions import LiveSessions
-from mocked_server.request_context import Call, current_call
+from mocked_server.request_context import Call, ChooseByBody, current_call
 
 PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = MODEL_ROUTES
@@ -74,6 +74,21 @@ def role_of(path: str) -> tuple[str, str]:
     return (role, slash + rest) if route_of(slash + rest)[0] in ROUTES else ("", path)
 
 
+class UsersKeys(Protocol):
+    """`mocked_server.live_keys.LiveKeys`."""
+
+    def user_of(self, key: str) -> str | None: ...
+
+
+class Sessions(Protocol):
+    """`mocked_server.live_sessions.LiveSessions`."""
+
+    @property
+    def keys(self) -> UsersKeys: ...
+    def door_of(self, user: str) -> LiveEpisode: ...
+    def chooser(self, user: str, path: str, headers: list[tuple[bytes, bytes]]) -> ChooseByBody: ...
+
+
 @dataclass(slots=True)
 class Attribution:
     """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
@@ -92,7 +107,7 @@ class Attribution:
     """Gets an episode that is not known here yet."""
     has_roles: bool = False
     """A path may name a role after the key."""
-    sessions: LiveSessions | None = None
+    sessions: Sessions | None = None
     """Knows the keys of users, whose agents nobody starts. None: there are none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

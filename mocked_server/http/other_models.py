@@ -49,7 +49,7 @@ class Said:
 
     @property
     def text(self) -> str:
-        """For the record: its words, then its calls."""
+        """What the record has: its words, then its calls."""
         if self.message is None:
             return ""
         calls = self.message.get("tool_calls")
@@ -232,7 +232,7 @@ def _anthropic_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digests(messages: Iterable[Message]) -> list[bytes]:
-    """Of the conversation up to each message: alike where roles, words and calls are, however a client spells them."""
+    """Digests of the conversation up to each message: alike where roles, words and calls are, however a client spells them."""
     chain, found = hashlib.blake2b(digest_size=DIGEST_BYTES), list[bytes]()
     for message in messages:
         calls = [
