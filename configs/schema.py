@@ -713,7 +713,7 @@ class UpstreamConfig(Section):
     share: Fraction = 1.0
     """Share of the sessions that begin which it answers; each stays with the model that began it."""
     step: Fraction = 0.0
-    """What `share` falls by with each version that passes the gate; it rises again by a rollback."""
+    """Fall of `share` with each version that passes the gate; it rises again by a rollback."""
     floor: Fraction = 0.0
     """Below which `step` does not bring it."""
     lesson_sessions: PositiveInt = 32

@@ -1,9 +1,9 @@
 """Sessions of users that another model answers (`serve.upstream`), watched, so that the policy learns to answer them.
 
-Owned by `LiveSessions`, on its loop. What a session asks and is answered lies in `RUN/watched/EPISODE.jsonl` until it is silent; then
-its conversations are lines of `RUN/watched/demonstrations.jsonl`, in OpenAI's form, for SFT. Invariants: what was asked and said is
-recorded as rounds that are never trained; only answers that the other model gave here are learned, each in one conversation; the
-file grows by whole lines; a crash loses no exchange whose answer was whole.
+Owned by `LiveSessions`, on its loop. What a session asks, and the answers, lie in `RUN/watched/EPISODE.jsonl` until it is silent;
+then its conversations are lines of `RUN/watched/demonstrations.jsonl`, in OpenAI's form, for SFT. Invariants: what was asked and
+said is recorded as rounds that are never trained; only answers that the other model gave here are learned, each in one
+conversation; the file grows by whole lines; a crash loses no exchange whose answer was whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from buffers.disk import replacing, why_refused
 from buffers.ledger.ledger import Ledger
 from buffers.log_forms import BadRecord, checked
 from buffers.log_forms import Session as Conversation
-from mocked_server.conversation.other_models import Asked, Message, asked_of, digests, said_of
 from mocked_server.http.dialects import CHAT, MESSAGES, RESPONSES, Failure
+from mocked_server.http.other_models import Asked, Message, asked_of, digests, said_of
 from mocked_server.http.roles import Refused, Upstream
 from mocked_server.request_context import LARGE_BYTES, Call
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER, DEMONSTRATIONS, ROLE = "watched", "demonstrations.jsonl", "upstream"
 MOST_KEPT_BYTES = 16 << 20
-"""Nothing is learned of an answer that is longer."""
+"""Bytes of an answer beyond which nothing of it is learned."""
 MOST_KNOWN = 4096
 """Answers of a user's unnamed sessions that a request is compared with, the latest."""
 PATHS = {None: (CHAT, RESPONSES, MESSAGES), "openai": (CHAT, RESPONSES), "anthropic": (MESSAGES,)}

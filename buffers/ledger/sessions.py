@@ -93,7 +93,7 @@ def running_sessions(
 
 @operation(repeatable=True)
 def take_over(db: sqlite3.Connection, *, episode_id: str) -> bool:
-    """The policy answers a session that another model was to answer. False: that one has answered, and keeps it."""
+    """The policy answers a session that another model was to answer. False: that one has answered, so it continues."""
     nothing = "NOT EXISTS (SELECT 1 FROM round WHERE round.episode_id = session.episode_id)"
     return (
         db.execute(f"UPDATE session SET is_watched = 0 WHERE episode_id = ? AND {nothing}", (episode_id,)).rowcount > 0

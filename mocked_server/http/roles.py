@@ -28,7 +28,6 @@ from starlette.types import Send
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.outgoing import CONNECT_S, ROLE, AnswerRefused, Outgoing
 from buffers.records import Round
-from mocked_server.conversation.other_models import ENDS, events_of, objects_of
 from mocked_server.http.dialects import (
     CHAT,
     COMPLETIONS,
@@ -39,6 +38,7 @@ from mocked_server.http.dialects import (
     is_anthropic,
     message_of,
 )
+from mocked_server.http.other_models import ENDS, events_of, objects_of
 from mocked_server.http.request_fields import fields_of
 from mocked_server.request_context import Call, Role
 

@@ -41,7 +41,10 @@ def test_what_another_model_says_is_learned_and_then_said_without_it(
         until(lambda: served.is_file() and json.loads(served.read_text())["version"] > 0, live)
         asked = len(asked_of(url))
         own = ask(client, "w0", temperature=0.0)
-        assert (asked, own.model) == (WATCHED, "policy") and str(own.choices[0].message.content).startswith("up: ")
+        assert (asked, own.model) == (WATCHED, "policy")
+        assert "hm" in str(
+            own.choices[0].message.content
+        )  # it thinks first, as it was shown, and is cut after six tokens
         assert len(asked_of(url)) == asked
         assert key not in json.dumps(asked_of(url))
         (lesson,) = [line for line in live.lines if "sft/loss_last" in line]

@@ -49,7 +49,7 @@ class Said:
 
     @property
     def text(self) -> str:
-        """Text of it for the record: its words, then its calls."""
+        """What the record has: its words, then its calls."""
         if self.message is None:
             return ""
         calls = self.message.get("tool_calls")
