@@ -1,0 +1,127 @@
+"""Rules of benchmarks/data.py and reference_losses.py: pairs differ in what they name, and figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import data
+from benchmarks.data import COMPARISONS, Runs, ToldGame, compared, reader_traces, scripted_judge, tokens_to
+from benchmarks.reference_losses import largest_difference
+from env_adapters.walk.game import KEYS, NAMES, walk_tasks
+from learner.algorithms import objectives
+from learner.training.hints import SAID
+
+
+def lines_of(rewards: list[float], **more: float) -> list[dict[str, float]]:
+    return [{"step": float(step), "reward/mean": reward, **more} for step, reward in enumerate(rewards, 1)]
+
+
+def test_the_second_run_has_what_the_comparison_names_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: dict[str, tuple[str, ...]] = {}
+
+    def fake(self: Runs, name: str, *settings: str, config: str) -> list[dict[str, float]]:
+        played[name] = (config, *settings)
+        return lines_of([0.0] * (0 if name.startswith("echo") else 5) + [1.0] * 5)
+
+    monkeypatch.setattr(Runs, "play", fake)
+    monkeypatch.setattr(data, "write_traces", lambda *_: None)
+    found = compared("echo_steps_ratio", Runs(folder=tmp_path, seed=3, steps=20))
+    first, second = played["told-3"], played["echo_steps_ratio-3"]
+    assert second == (*first, "learner.echo.user=0.1")
+    assert first[0] == "walk_env" and f"model.path={tmp_path / 'reader-3' / 'last'}" in first
+    assert found["echo_steps_ratio"] == 5 / 10 and found["echo_steps_ratio_of"] == [10, 5]
+    assert found["echo_effect"] == 0.5
+
+
+def test_a_run_that_never_gets_there_has_no_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runs, "play", lambda *_, **__: lines_of([0.5] * 9))
+    found = compared("curriculum_tokens_ratio", Runs(folder=tmp_path, seed=0))
+    assert found["curriculum_tokens_ratio"] is None and found["curriculum_tokens_ratio_last_rewards"] == [0.5, 0.5]
+
+
+def test_tokens_are_those_of_the_steps_up_to_the_validation_that_was_good_enough() -> None:
+    lines = lines_of([0.0] * 6, **{"batch/trained_tokens": 10.0})
+    lines[3] |= {"val/step": 2.0, "val/mean": 0.5}
+    assert tokens_to(lines) is None
+    lines.append({"step": 6.0, "val/step": 4.0, "val/mean": 0.95})
+    assert tokens_to(lines) == 40.0
+
+
+def test_each_seed_is_kept_and_the_mean_is_null_where_one_has_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([{"sdpo_steps_ratio": 0.5}, {"sdpo_steps_ratio": None}])
+    monkeypatch.setattr(data, "compared", lambda *_: next(found))
+    out = tmp_path / "out.json"
+    assert data.main(["--only", "sdpo_steps_ratio", "--seeds", "0", "1", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["sdpo_steps_ratio"] is None and report["sdpo_steps_ratio_target"] == 0.7
+    assert [one["sdpo_steps_ratio"] for one in report["seeds"]] == [0.5, None]
+
+
+def test_sessions_are_counted_from_a_real_import(tmp_path: Path) -> None:
+    found = data.imported(Runs(folder=tmp_path, seed=0), number=20)
+    assert found["import_sessions_per_s"] > 0 and found["import_atif_sessions_per_s"] > 0
+    assert "wrote      20 demonstrations" in (tmp_path / "import.log").read_text()
+
+
+def test_the_words_say_which_letter_the_hinted_move_was() -> None:
+    letters = dict(zip(KEYS, "dwas", strict=True))
+    game = ToldGame(walk_tasks(1, seed=5)[0], letters=letters)
+    wanted = game.hinted_key
+    wrong = next(letter for letter in KEYS if letter != letters[wanted])
+    told, _, _ = game.step(wrong)
+    assert told.startswith(f"No, {NAMES[wanted]} is {letters[wanted]}. The exit is ")
+    told, done, score = "", False, None
+    while not done:
+        told, done, score = game.step(letters[game.hinted_key])
+        assert not told.startswith("No")
+    assert score == 1.0
+
+
+def test_half_of_the_readers_conversations_begin_with_words_and_follow_them() -> None:
+    traces = list(reader_traces(60, seed=0))
+    read = [trace for trace in traces if trace[2]["role"] == "user"]
+    assert len(read) > 20
+    for trace in read:
+        words = trace[2]["content"]
+        assert words.startswith(SAID)
+        told = dict(re.findall(r"No, (\w+) is (\w)\.", words))
+        turns = [*trace[:2], *trace[3:]]
+        for asked, answer in zip(turns[1::2], turns[2::2], strict=False):
+            direction = asked["content"].rpartition("The exit is ")[2].rstrip(".")
+            assert answer["content"] == told.get(direction, answer["content"])
+
+
+@pytest.mark.parametrize("errs", [0.0, 1.0])
+def test_a_scripted_judge_errs_as_often_as_it_is_told(errs: float) -> None:
+    question = "The exit is east.\n<answer_1>\nd\n</answer_1>\n\n<answer_2>\nw\n</answer_2>"
+    with scripted_judge(errs=errs, seed=0) as url:
+        body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+        with urllib.request.urlopen(f"{url}/chat/completions", data=body) as reply:
+            said = json.loads(json.load(reply)["choices"][0]["message"]["content"])
+    assert said == ({"answer_1": 10, "answer_2": 0} if errs == 0.0 else {"answer_1": 0, "answer_2": 10})
+
+
+def test_the_streams_are_the_papers_losses_and_a_wrong_clip_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(largest_difference(seed=0, batches=2).values()) <= 1e-6
+    right = objectives.LOSSES["ppo"].compute
+    wrong: Any = lambda *args, **bounds: right(*args, **{**bounds, "high": 0.2})  # noqa: E731
+    monkeypatch.setitem(objectives.LOSSES, "ppo", objectives.PolicyLoss(compute=wrong, clip=(0.2, 0.28), ratio_max=3.0))
+    found = largest_difference(seed=0, batches=2)
+    assert found["ppo"] > 1e-3 and found["gspo"] < 1e-9
+
+
+def test_every_comparison_is_a_configuration() -> None:
+    from configs.load import load_config, shipped
+
+    for pair in COMPARISONS.values():
+        load_config(shipped(Path(pair.config)), [*pair.both, *pair.other])
