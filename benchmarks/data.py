@@ -43,7 +43,7 @@ from benchmarks.peers import PeakMemory
 from benchmarks.reference_losses import largest_difference
 from buffers.log_forms import Session, to_atif
 from buffers.records import Task
-from buffers.tasks.parquet import write_tasks, write_traces
+from buffers.tasks.parquet import write_tasks
 from env_adapters import smollm2
 from env_adapters.adapter import Message, user
 from env_adapters.adapter import task_of as record_of
@@ -52,7 +52,7 @@ from learner.training.hints import SAID
 
 SESSIONS = 200
 """Imported sessions that SFT learns."""
-NEAR, FAR = 20, 80
+NEAR, FAR = 4, 44
 """Tasks of the curriculum: exits at one step, and at six or more."""
 IMPORTED = 20_000
 JUDGE_ERRS = 0.1
@@ -61,22 +61,23 @@ CLI = [sys.executable, "-c", "import sys; from learner.cli import main; sys.exit
 Lines = Sequence[Mapping[str, Any]]
 
 
-# The walk with words: a move that is not the hinted one is told what would have been.
+# The walk with words: after each move the environment says which letter was asked for.
 
 
 class ToldGame(WalkGame):
-    """`letters`: the letter for each of `KEYS`; the demo's own are the same ones."""
+    """`letters`: the letter for each of `KEYS`; None: the demo's own."""
 
-    def __init__(self, task: Task, *, letters: Mapping[str, str]) -> None:
-        self.letters = letters
-        self._keys = {letter: key for key, letter in letters.items()}
+    def __init__(self, task: Task, *, letters: Mapping[str, str] | None = None) -> None:
+        self.letters = letters or dict(zip(KEYS, KEYS, strict=True))
+        self._keys = {letter: key for key, letter in self.letters.items()}
         super().__init__(task)
 
     def step(self, text: str) -> tuple[str, bool, float | None]:
         wanted, pressed = self.hinted_key, text.strip().lower()
         observation, done, score = super().step(self._keys.get(pressed, "-"))
-        if not done and pressed != self.letters[wanted]:
-            observation = f"No, {NAMES[wanted]} is {self.letters[wanted]}. {observation}"
+        if not done:
+            letter = self.letters[wanted]
+            observation = f"{'Yes' if pressed == letter else 'No'}, {NAMES[wanted]} is {letter}. {observation}"
         return observation, done, score
 
 
@@ -84,34 +85,38 @@ class ToldWalk(WalkEnv):
     """The game as an adapter."""
 
     async def reset(self, task: dict[str, Any], *, seed: int) -> list[Message]:
-        self._game = ToldGame(record_of(task), letters=dict(zip(KEYS, KEYS, strict=True)))
+        self._game = ToldGame(record_of(task))
         return self._game.reset()
 
 
 def reader_traces(number: int, *, seed: int) -> Iterator[list[Message]]:
-    """Conversations from which a model learns to read, not to play: letters mean another direction in each of them. Every other one
-    begins with what was said in an earlier try, and presses the letters that stand there; all else is random."""
+    """Conversations from which a model learns to read, and hardly to play. Half are the demo's traces, with words. The others begin
+    with what was said in an earlier try, in which letters mean other directions each time, and the letters that stand there are
+    learned. Moves at random between them are not: who reads about the policy's play will meet such."""
     draw = random.Random(f"reader traces {seed}")
     for index, task in enumerate(walk_tasks(number, seed=seed + 1)):
-        letters = dict(zip(KEYS, draw.sample(list(KEYS), len(KEYS)), strict=True))
-        game = ToldGame(task, letters=letters)
-        known: dict[str, str] = {}
-        messages = _played(game, known, draw=draw)
         if index % 2:
-            said = [message["content"] for message in messages[2:] if message["role"] == "user"]
-            known = {key: letter for key, letter in letters.items() if f"{NAMES[key]} is {letter}." in " ".join(said)}
-            messages = _played(game, known, draw=draw)
-            if said:
-                messages.insert(2, user(SAID + "\n".join(said)))
-        yield messages
+            yield _played(ToldGame(task), dict(zip(KEYS, KEYS, strict=True)), draw=draw, share=0.1)
+            continue
+        game = ToldGame(task, letters=dict(zip(KEYS, draw.sample(list(KEYS), len(KEYS)), strict=True)))
+        said = [each["content"] for each in _played(game, {}, draw=draw)[2:] if each["role"] == "user"]
+        told = dict(re.findall(r", (\w+) is (\w)\.", " ".join(said)))
+        known = {key: told[name] for key, name in NAMES.items() if name in told}
+        messages = _played(game, known, draw=draw, share=0.5)
+        for message, before in zip(messages[2::2], messages[1::2], strict=False):
+            asked = str(before["content"]).rpartition("The exit is ")[2].rstrip(".")
+            message["weight"] = int(told.get(asked) == message["content"])
+        if said and any(message.get("weight") for message in messages):
+            yield [*messages[:2], user(SAID + "\n".join(said)), *messages[2:]]
 
 
-def _played(game: ToldGame, known: Mapping[str, str], *, draw: random.Random) -> list[Message]:
+def _played(game: ToldGame, known: Mapping[str, str], *, draw: random.Random, share: float = 1.0) -> list[Message]:
+    """An episode in which this share of the moves follows what is known of the letters; the others are at random."""
     messages, done = game.reset(), False
     while not done:
-        answer = known.get(game.hinted_key) or draw.choice(list(KEYS))
-        messages.append({"role": "assistant", "content": answer})
-        observation, done, _ = game.step(answer)
+        answer = known.get(game.hinted_key) if draw.random() < share else None
+        messages.append({"role": "assistant", "content": answer or draw.choice(list(KEYS))})
+        observation, done, _ = game.step(messages[-1]["content"])
         messages += [] if done else [user(observation)]
     return messages
 
@@ -153,8 +158,8 @@ def imported_sessions(runs: Runs) -> list[str]:
 
 def told_walk(runs: Runs) -> list[str]:
     """A policy that can read, and the game with words."""
-    traces, loops, name = runs.folder / "reader.parquet", runs.folder / "told.yaml", f"reader-{runs.seed}"
-    write_traces(traces, reader_traces(4000, seed=runs.seed))
+    traces, loops, name = runs.folder / "reader.jsonl", runs.folder / "told.yaml", f"reader-{runs.seed}"
+    traces.write_text("".join(json.dumps({"messages": each}) + "\n" for each in reader_traces(4000, seed=runs.seed)))
     loops.write_text("- {name: env_agent, env: benchmarks.data.ToldWalk, max_steps: 8, deadline_s: 20}\n")
     runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=400", config="sft")
     weights = runs.folder / name / "last"
@@ -206,7 +211,7 @@ class Comparison:
     steps: int = 40
 
 
-CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every=2")
+CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every=2", "data.validation.samples=2")
 COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
