@@ -23,7 +23,7 @@ from buffers.buffer_dataset import PromptBatch, require_main_process
 from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.prompt_queue import Prompt, Response
-from buffers.records import ScoreDetail, TrainBatch
+from buffers.records import Replay, ScoreDetail, TrainBatch
 from buffers.training_rows import TokenTree
 
 _MAX_TREES = 4096
@@ -124,8 +124,8 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             unwatch()
             self._waiting.remove(woken)
 
-    async def sample(self, num_groups: int, *, min_version: int) -> TrainBatch:
-        """Wait for a full batch of `num_groups` groups, each with a token of `min_version` or later."""
+    async def sample(self, num_groups: int, *, min_version: int, replay: Replay | None = None) -> TrainBatch:
+        """Wait for a full batch of `num_groups` groups, a fresh one with a token of `min_version` or later. See `Ledger.claim`."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -137,7 +137,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         try:
             while True:
                 woken.clear()
-                if (batch := await self._claim(num_groups, min_version=min_version)) is not None:
+                if (batch := await self._claim(num_groups, min_version=min_version, replay=replay)) is not None:
                     return batch
                 await woken.wait()
         finally:
@@ -149,8 +149,8 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         for woken in list(self._waiting):
             woken.set()
 
-    async def _claim(self, num_groups: int, *, min_version: int) -> TrainBatch | None:
-        future = self.ledger.claim(num_groups, min_version=min_version)
+    async def _claim(self, num_groups: int, *, min_version: int, replay: Replay | None) -> TrainBatch | None:
+        future = self.ledger.claim(num_groups, min_version=min_version, replay=replay)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -266,6 +266,8 @@ class Row:
     """[T, layers, K] the experts that the engine used for each token, UNKNOWN_EXPERT where that is not known. None: nowhere."""
     expert_versions: Int32 | None = None
     """[T] the policy version whose router chose them."""
+    times_trained: int = 0
+    """Steps that trained its group before; 0: it is fresh."""
 
     @property
     def own_score(self) -> float:
@@ -320,9 +322,26 @@ class Position:
     """Steps trained."""
 
 
+Eligible = Literal["all", "mixed", "solved"]
+"""Which stored groups may be trained again, see `configs.schema.ReplayConfig`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Which stored groups join a batch."""
+
+    num_groups: int
+    """At most so many."""
+    min_version: int
+    """Each has a token of this version or later."""
+    only: Eligible
+    times: int
+    """No group is trained more often, its first time among them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """A full batch of scored groups under one lease. `rows` are grouped by `group_id`, oldest group first."""
+    """A full batch of scored groups under one lease. `rows` are grouped by `group_id`, fresh groups first, the oldest first."""
 
     rows: list[Row]
     lease_id: int = 0
@@ -330,6 +349,16 @@ class TrainBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def fresh(self) -> TrainBatch:
+        """The batch without groups that were trained before."""
+        return replace(self, rows=[row for row in self.rows if not row.times_trained])
+
+    @property
+    def num_stored(self) -> int:
+        """Groups that were trained before."""
+        return len({row.group_id for row in self.rows if row.times_trained})
 
     @property
     def scores(self) -> Float32:

@@ -310,17 +310,39 @@ class RolloutConfig(Section):
         return own if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
+class ReplayConfig(Section):
+    """Stored groups, with what they were sampled by, beside fresh ones."""
+
+    share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Part of each batch, in whole groups, that are stored groups: they were trained before. Where there are too few, fresh groups
+    take their places, and `replay/short` counts them. 0: each group is trained once."""
+    oldest: PositiveInt = 8
+    """Versions by which a stored group's tokens may be older than the policy that trains them; an older token is not trained."""
+    only: Literal["all", "mixed", "solved"] = "mixed"
+    """Which groups may be trained again. mixed: those whose scores differ, which hold a comparison (the partially correct ones of
+    ExGRPO, arXiv:2510.02245, and what DAPO's dynamic sampling keeps); solved: those with a score above 0 (the verified successes of
+    RLEP, arXiv:2507.07451); all: any. Of these come first those that were trained least often, then the newest."""
+    times: Annotated[int, Field(ge=2)] = 2
+    """How often a group is trained in all, at most, its first time among them; the ledger's tables hold to it."""
+
+
 class BufferConfig(Section):
     groups_per_step: PositiveInt = 8
     """Groups (tasks) in one batch."""
     group_size: PositiveInt = 8
     """Episodes of one task."""
     max_policy_lag: Count = 1
-    """Largest difference between the policy that trains a token and the one that sampled it, in steps.
-    0 is the synchronous flow: no task starts before the new weights are in place."""
+    """Largest difference between the policy that trains a token and the one that sampled it, in steps; of stored groups `replay`
+    says it. 0 is the synchronous flow: no task starts before the new weights are in place."""
+    replay: ReplayConfig = ReplayConfig()
     node: Annotated[str, Field(pattern=r"^[\w.:-]*$")] = ""
     """The address or the id of the Ray node whose disk has the ledger, in the cluster that the run then joins (`ray start`). Empty:
     the ledger is in the run's own process, which needs no cluster."""
+
+    @property
+    def num_replayed(self) -> int:
+        """Stored groups of a batch, at most; 0: there is no replay."""
+        return int(self.replay.share * self.groups_per_step + 1e-9)
 
 
 class LoraConfig(Section):
@@ -755,6 +777,7 @@ class Config(Section):
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
+        self._check_replay()
         self._check_sft()
         self._check_harbor()
         check_names(self.rollout.engine_args)
@@ -771,6 +794,41 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_replay(self) -> None:
+        replay, learner = self.buffer.replay, self.learner
+        if not replay.share:
+            if given := list(replay.model_dump(exclude_defaults=True)):
+                raise ValueError(
+                    f"buffer.replay.{given[0]} has an effect with buffer.replay.share only, got 0; set buffer.replay.share=0.5, or "
+                    f"leave it out"
+                )
+            return
+        groups, members, hints = self.buffer.groups_per_step, self.buffer.group_size, learner.hints.coef
+        part, old = (
+            f"{1 / groups:g}" if groups > 1 else "0.5 beside buffer.groups_per_step=8",
+            "trains what older policies sampled",
+        )
+        refusals = (
+            (learner.stage == "sft", "is of RL, got learner.stage=sft", "leave it out"),
+            (
+                self.buffer.num_replayed == 0,
+                f"is in whole groups, got {replay.share:g} of buffer.groups_per_step={groups}",
+                f"set it to {part} or more",
+            ),
+            (
+                replay.only == "mixed" and members < 2,
+                f"with buffer.replay.only=mixed needs groups whose scores differ, got buffer.group_size={members}",
+                "set buffer.replay.only=all",
+            ),
+            (learner.correction == "none", f"{old}, got learner.correction=none", "set learner.correction=tis"),
+            (learner.advantage == "opo", f"{old}, got learner.advantage=opo, exact on its own samples only", "take another one"),
+            (hints > 0.0, f"{old}, got learner.hints.coef={hints:g}, which no importance weight corrects", "leave one out"),
+            (learner.lora.per_role, "counts steps, got learner.lora.per_role=true, versions of roles", "leave one out"),
+        )  # fmt: skip
+        for is_bad, rule, remedy in refusals:
+            if is_bad:
+                raise ValueError(f"buffer.replay.share {rule}; {remedy}")
 
     def _check_sft(self) -> None:
         sft = self.sft

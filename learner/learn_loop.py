@@ -32,7 +32,7 @@ from learner.reporting.display import Display
 from learner.reporting.run_metrics import GenerationTotals, History
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
-from learner.startup.run_buffers import RunBuffers
+from learner.startup.run_buffers import RunBuffers, replay_at, stored_places
 from learner.training.ranks import LearnerProcesses, RankDied
 from learner.validation import Validation
 
@@ -95,7 +95,7 @@ class LearnLoop:
         self._ledger = buffers.ledger
         self._rounds = buffers.rounds
         self._pool = buffers.pool
-        self._num_replays = buffers.num_replays
+        self._num_again = buffers.num_again
         self._learner = learner
         self._starting = starting
         self._engine = engine
@@ -160,8 +160,7 @@ class LearnLoop:
     async def _begin(self) -> None:
         """Wait until the learner has started. Episodes may be played meanwhile, unless more steps are to be made again first than
         those may be old."""
-        again = self._num_replays // self._schedule.buffer.groups_per_step
-        if self._checkpoint is not None and again <= self._schedule.buffer.max_policy_lag:
+        if self._checkpoint is not None and self._num_again <= self._schedule.buffer.max_policy_lag:
             self._pool.unpause()
         with self._out.display.phase("starting the learner"):
             await self._starting
@@ -226,7 +225,7 @@ class LearnLoop:
         here = await asyncio.wrap_future(self._ledger.position())
         start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
         target = self._checkpoint.position if self._checkpoint else start
-        self._num_replays = await asyncio.wrap_future(self._ledger.restore(target))
+        self._num_again = await asyncio.wrap_future(self._ledger.restore(target))
         self.step = target.step
 
     async def _ask_versions(self) -> None:
@@ -243,20 +242,19 @@ class LearnLoop:
 
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run is to stop."""
-        num_groups, min_version = (
-            self._schedule.buffer.groups_per_step,
-            self._oldest - self._schedule.buffer.max_policy_lag,
-        )
+        buffer = self._schedule.buffer
+        min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=self.step)
+        num_groups = buffer.groups_per_step
         if self._stopped:
             return None
-        if self._num_replays >= num_groups:
-            self._num_replays -= num_groups
-            batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version))
+        if self._num_again:
+            self._num_again -= 1
+            batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version, replay=replay))
             if batch is not None:
                 return batch
-        self._num_replays = 0
+        self._num_again = 0
         self._pool.unpause()
-        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
+        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version, replay=replay))
         dying = asyncio.create_task(self._learner.ranks.until_dead())  # a learner that dies now is started again now
         try:
             await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)
@@ -282,7 +280,7 @@ class LearnLoop:
             metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
         metrics |= times
         if self._agreement is not None:
-            self._agreement.check_batch(metrics, num_tokens=batch.num_trained_tokens)
+            self._agreement.check_batch(metrics, num_tokens=batch.fresh.num_trained_tokens)
         if step > self._done:
             await self._keep_token_figures(batch, step=step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
@@ -291,10 +289,11 @@ class LearnLoop:
         if step >= self._done:  # the last one that is made again too: rounding may differ
             metrics |= await self._publish()
             await self._probe()
-            await self._pool.set_version(step, oldest=self._oldest)
+            stored = await stored_places(self._ledger, self._schedule.buffer, version=step)
+            await self._pool.set_version(step, oldest=self._oldest, num_stored=stored)
         metrics["time/publish_s"] = time.monotonic() - began
         if step > self._done and self._out.traces is not None:
-            add = partial(self._out.traces.add, batch, step=step)
+            add = partial(self._out.traces.add, batch.fresh, step=step)
             await asyncio.to_thread(self._out.tracker.attempt, "traces.jsonl", add)
         return metrics
 

@@ -16,7 +16,7 @@
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
 processes that die (agents, environment, engine, learner) new ones are started (`learner.recovery.restarts`). Invariant:
-every leased episode ends once, with a reason: scored, failed, or stale; a group is trained at most once, and never with a token
+every leased episode ends once, with a reason: scored, failed, or stale; a group is trained as often as it may, never with a token
 older than `buffer.max_policy_lag` versions.
 """
 
@@ -329,7 +329,7 @@ class Pipeline:
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
             here=config.run.debug,
-            more={"longest_row": config.rollout.max_model_len}
+            more={"longest_row": config.rollout.max_model_len, "replay_lag": config.buffer.replay.oldest}
             | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )

@@ -1,7 +1,8 @@
 """Operations on batches: claim, commit, release, eviction. Functions over the ledger's connection, in its transaction.
 
 Called by `Ledger`, one at a time. Invariants: a batch holds complete groups only, all of them fresh enough; a
-group is trained at most once in a lineage; a lease that was superseded or released cannot commit.
+group is trained once in a lineage, or with `Replay` as often as that says; a lease that was superseded or released cannot commit.
+A stored group stays trained while it is in another batch, and joins it in a table of its own.
 """
 
 from __future__ import annotations
@@ -16,32 +17,39 @@ from buffers.ledger.encode import decode
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import scores_of
-from buffers.records import EpisodeState, Round, Row, TrainBatch
+from buffers.records import EpisodeState, Replay, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows
 
 STALE = "stale"
 
 
 @operation(transient=True)
-def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
-    """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups whose
-    tokens are all older than `min_version`."""
+def claim(
+    db: sqlite3.Connection, *, num_groups: int, min_version: int, replay: Replay | None = None
+) -> TrainBatch | None:
+    """Lease `num_groups` groups: stored ones by `replay`, as many as there are, and ready ones, those that were given back first,
+    then the oldest; before that, evict ready groups whose tokens are all older than `min_version`. A batch that was given back
+    whole is claimed as it was, with its stored groups."""
     evict_stale(db, min_version=min_version)
-    while len(group_ids := _next_groups(db, num_groups=num_groups)) == num_groups:
+    while True:
+        ready, stored = _next_groups(db, num_groups=num_groups, replay=replay)
+        group_ids = ready + stored
+        if len(group_ids) < num_groups:
+            return None
         rows = {group_id: group_rows(db, group_id=group_id) for group_id in group_ids}
         # Tokens may have been left out since they were counted.
-        stale = [group_id for group_id in group_ids if not _is_fresh(rows[group_id], min_version=min_version)]
+        stale = [group_id for group_id in ready if not _is_fresh(rows[group_id], min_version=min_version)]
         if not stale:
             break
         for group_id in stale:
             _evict(db, group_id=group_id)
-    else:
-        return None
-    lease_id = int(db.execute("INSERT INTO lease(state) VALUES ('active')").lastrowid or 0)
+    most = 1 if replay is None else replay.times
+    lease_id = int(db.execute("INSERT INTO lease(state, max_trained) VALUES ('active', ?)", (most,)).lastrowid or 0)
     db.executemany(
-        "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
-        [(lease_id, gid) for gid in group_ids],
+        "UPDATE grp SET state = 'leased', lease_id = ?1, first_lease = coalesce(first_lease, ?1) WHERE group_id = ?2",
+        [(lease_id, group_id) for group_id in ready],
     )
+    db.executemany("INSERT INTO joined VALUES (?, ?)", [(lease_id, group_id) for group_id in stored])
     return TrainBatch(
         rows=[row for group_id in group_ids for row in rows[group_id]], lease_id=lease_id, group_ids=group_ids
     )
@@ -64,12 +72,12 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
     _check_active(db, lease_id=lease_id)
     cursor = db.execute(
         "INSERT INTO step(lineage, step, lease_id, version, num_groups) "
-        "SELECT ?, ?, ?, ?, count(*) FROM grp WHERE lease_id = ?",
-        (lineage, step, lease_id, version, lease_id),
+        f"SELECT ?2, ?3, ?1, ?4, count(*) FROM ({_LEASED})",
+        (lease_id, lineage, step, version),
     )
-    db.execute("INSERT INTO trained SELECT ?, group_id FROM grp WHERE lease_id = ?", (cursor.lastrowid, lease_id))
+    trained = db.execute(f"INSERT INTO trained SELECT ?2, group_id FROM ({_LEASED})", (lease_id, cursor.lastrowid))
     db.execute("UPDATE lease SET state = 'committed' WHERE lease_id = ?", (lease_id,))
-    return db.execute("UPDATE grp SET state = 'trained' WHERE lease_id = ?", (lease_id,)).rowcount
+    return trained.rowcount
 
 
 def release(db: sqlite3.Connection, lease_id: int) -> int:
@@ -121,24 +129,69 @@ def current_lineage(db: sqlite3.Connection) -> int:
     return int(lineage)
 
 
-def _next_groups(db: sqlite3.Connection, *, num_groups: int) -> tuple[int, ...]:
-    """Up to `num_groups` ready groups in the order of training: a batch that was given back is claimed as it was."""
-    found = db.execute(  # named: the planner would walk all ready groups instead
-        "SELECT group_id FROM grp INDEXED BY grp_replay "
-        "WHERE replay IS NOT NULL AND state = 'ready' ORDER BY replay, group_id LIMIT ?",
-        (num_groups,),
-    ).fetchall()
-    wanted = num_groups - len(found)
-    found += db.execute(
-        "SELECT group_id FROM grp WHERE state = 'ready' AND replay IS NULL ORDER BY group_id LIMIT ?", (wanted,)
-    ).fetchall()
-    return tuple(group_id for (group_id,) in found)
+@operation(repeatable=True)
+def count_stored(db: sqlite3.Connection, replay: Replay) -> int:
+    """Stored groups that a batch would have now."""
+    return len(_stored_groups(db, replay=replay))
+
+
+_GIVEN_BACK = "FROM grp INDEXED BY grp_given_back WHERE state = 'ready' AND first_lease IS NOT NULL"
+"""Named: the planner would walk all ready groups instead."""
+_LEASED = (
+    "SELECT group_id FROM grp WHERE lease_id = ?1 UNION ALL SELECT group_id FROM joined WHERE lease_id = ?1 ORDER BY 1"
+)
+_CAN_JOIN = (
+    "state = 'trained' AND num_trained < :times AND NOT EXISTS (SELECT 1 FROM joined JOIN lease USING (lease_id) "
+    "WHERE joined.group_id = grp.group_id AND lease.state = 'active')"
+)
+_MEMBERS = "FROM episode WHERE episode.group_id = grp.group_id AND state = 'scored' AND sample_index >= greedy"
+_ELIGIBLE = {
+    "all": "1",
+    "mixed": f"(SELECT min(score) < max(score) {_MEMBERS})",
+    "solved": f"(SELECT max(score) > 0 {_MEMBERS})",
+}
+"""`Replay.only` -> the condition."""
+
+
+def _next_groups(
+    db: sqlite3.Connection, *, num_groups: int, replay: Replay | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Up to `num_groups` groups in the order of training: ready ones and stored ones."""
+    (lease,) = db.execute(f"SELECT min(first_lease) {_GIVEN_BACK}").fetchone()
+    if lease is not None and replay is not None:
+        again = _ids(db, f"SELECT group_id {_GIVEN_BACK} AND first_lease = ? ORDER BY group_id", (lease,))
+        joined = "SELECT group_id FROM joined WHERE lease_id = :lease"
+        stored = _ids(db, f"{joined} ORDER BY group_id", {"lease": lease})
+        (able,) = db.execute(
+            f"SELECT count(*) FROM grp WHERE group_id IN ({joined}) AND {_CAN_JOIN}",
+            {"lease": lease, "times": replay.times},
+        ).fetchone()
+        if able == len(stored) and len(again) + len(stored) == num_groups:
+            return again, stored
+    stored = () if replay is None else _stored_groups(db, replay=replay)
+    wanted = num_groups - len(stored)
+    ready = _ids(db, f"SELECT group_id {_GIVEN_BACK} ORDER BY first_lease, group_id LIMIT ?", (wanted,))
+    new = "SELECT group_id FROM grp WHERE state = 'ready' AND first_lease IS NULL ORDER BY group_id LIMIT ?"
+    return ready + _ids(db, new, (wanted - len(ready),)), stored
+
+
+def _stored_groups(db: sqlite3.Connection, *, replay: Replay) -> tuple[int, ...]:
+    """The stored groups that a batch has by `replay`: those that were trained least often, of these the newest. By id."""
+    found = _ids(
+        db,
+        f"SELECT group_id FROM grp INDEXED BY grp_trained_by_version WHERE max_version >= :least AND {_CAN_JOIN} "
+        f"AND {_ELIGIBLE[replay.only]} ORDER BY num_trained, max_version DESC, group_id DESC LIMIT :number",
+        {"least": replay.min_version, "times": replay.times, "number": replay.num_groups},
+    )
+    return tuple(sorted(found))
+
+
+def _ids(db: sqlite3.Connection, query: str, values: tuple[int, ...] | dict[str, int]) -> tuple[int, ...]:
+    return tuple(group_id for (group_id,) in db.execute(query, values))
 
 
 def _give_back(db: sqlite3.Connection, *, lease_id: int, state: str) -> int:
-    cursor = db.execute(
-        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE lease_id = ?", (lease_id,)
-    )
+    cursor = db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE lease_id = ?", (lease_id,))
     db.execute("UPDATE lease SET state = ? WHERE lease_id = ?", (state, lease_id))
     return cursor.rowcount
 
@@ -160,8 +213,9 @@ def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
 
 def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     """The rows of a group's scored members, with the hint of the task or of a judge."""
-    greedy, hint = db.execute(
-        "SELECT greedy, json_extract(payload, '$.extra_info.hint') FROM grp LEFT JOIN task USING (task_id) WHERE group_id = ?",
+    greedy, times, hint = db.execute(
+        "SELECT greedy, num_trained, json_extract(payload, '$.extra_info.hint') FROM grp LEFT JOIN task USING (task_id) "
+        "WHERE group_id = ?",
         (group_id,),
     ).fetchone()
     members = db.execute(
@@ -176,7 +230,7 @@ def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
             rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
         except ValueError as error:
             raise UnderstudyError(str(error)) from error
-    return rows
+    return [replace(row, times_trained=times) for row in rows] if times else rows
 
 
 def _decoded(

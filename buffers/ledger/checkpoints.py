@@ -2,8 +2,8 @@
 
 Called by `Ledger`, one at a time. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
-last trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at
-most once. It restores no weights.
+first trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained as
+often as it says. It restores no weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def position(db: sqlite3.Connection) -> Position:
 
 def restore(db: sqlite3.Connection, target: Position) -> int:
     """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they were trained.
-    Returns how many groups that were given back will be claimed first.
+    Returns how many batches that were given back will be claimed first.
 
     Raises UnderstudyError when this is the ledger of another run, or lack a step of the target.
     """
@@ -53,8 +53,8 @@ def restore(db: sqlite3.Connection, target: Position) -> int:
     _restore_groups(db)
     for (group_id,) in db.execute("SELECT group_id FROM grp WHERE state = 'validating'").fetchall():
         evict_group(db, group_id=group_id, reason=RESTART, member_state=EpisodeState.FAILED, member_reason=RESTART)
-    (num_replays,) = db.execute("SELECT count(*) FROM grp WHERE replay IS NOT NULL AND state = 'ready'").fetchone()
-    return int(num_replays)
+    (num_batches,) = db.execute("SELECT count(DISTINCT first_lease) FROM grp WHERE state = 'ready'").fetchone()
+    return int(num_batches)
 
 
 @operation(repeatable=True)
@@ -78,20 +78,20 @@ def group_outcomes(db: sqlite3.Connection, since: int) -> list[GroupOutcome]:
 
 
 def _restore_groups(db: sqlite3.Connection) -> None:
-    """Groups that the kept steps trained are trained, and no others."""
-    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_group(group_id INTEGER PRIMARY KEY, lease_id INTEGER)")
+    """Groups that the kept steps trained are trained, as often as they did, and no others."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_group(group_id INTEGER PRIMARY KEY, lease_id INTEGER, n INTEGER)")
     db.execute("DELETE FROM temp.kept_group")
     db.execute(
-        "INSERT INTO temp.kept_group SELECT group_id, max(lease_id) "
+        "INSERT INTO temp.kept_group SELECT group_id, min(lease_id), count(*) "
         "FROM trained JOIN temp.kept USING (step_id) JOIN step USING (step_id) GROUP BY group_id"
     )
     db.execute(
-        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL "
+        "UPDATE grp SET state = 'ready', lease_id = NULL, num_trained = 0 "
         "WHERE state = 'trained' AND group_id NOT IN (SELECT group_id FROM temp.kept_group)"
     )
-    db.execute(  # trained by the target's own steps, and given back by a later lineage
-        "UPDATE grp SET state = 'trained', replay = NULL, lease_id = kept_group.lease_id FROM temp.kept_group "
-        "WHERE grp.group_id = kept_group.group_id AND grp.state = 'ready'"
+    db.execute(  # some were given back by a later lineage, or trained again
+        "UPDATE grp SET state = 'trained', lease_id = kept_group.lease_id, num_trained = n "
+        "FROM temp.kept_group WHERE grp.group_id = kept_group.group_id AND grp.state IN ('ready', 'trained')"
     )
 
 

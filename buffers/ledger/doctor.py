@@ -32,14 +32,14 @@ _NEVER = {
     "a group counts other scored members than it has": """
         SELECT grp.group_id FROM grp LEFT JOIN episode ON episode.group_id = grp.group_id AND episode.state = 'scored'
         GROUP BY grp.group_id HAVING count(episode.seq) != num_scored""",
-    "a group was trained more than once in the surviving lineage": """
+    "a group was trained more often in the surviving lineage than its leases allow, or than it says": """
         WITH RECURSIVE chain(lineage, last) AS (
             SELECT max(lineage), 1 << 60 FROM lineage UNION ALL
             SELECT own.parent, min(own.step, chain.last) FROM lineage AS own JOIN chain ON own.lineage = chain.lineage
             WHERE own.parent IS NOT NULL)
         SELECT group_id FROM trained JOIN step USING (step_id) JOIN grp USING (group_id)
-        JOIN chain ON chain.lineage = step.lineage AND step.step <= chain.last
-        GROUP BY group_id HAVING count(*) > 1""",
+        JOIN lease ON lease.lease_id = step.lease_id JOIN chain ON chain.lineage = step.lineage AND step.step <= chain.last
+        GROUP BY group_id HAVING count(*) > max(max_trained) OR count(*) != num_trained""",
     "two members of a group have the same place": """
         SELECT group_id FROM episode WHERE state = 'scored' GROUP BY group_id, sample_index HAVING count(*) > 1""",
     "an episode's score is not the mean of its judges'": """

@@ -293,7 +293,7 @@ def evict_group(
 ) -> list[str]:
     """Give a group up; returns its members that were still pending or running."""
     db.execute(
-        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL, replay = NULL WHERE group_id = ?",
+        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL, first_lease = NULL WHERE group_id = ?",
         (GroupState.EVICTED, reason, group_id),
     )
     members = db.execute(
@@ -343,7 +343,7 @@ def recover(db: sqlite3.Connection, *, resume_episodes: bool, keep_leases: bool 
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     if not keep_leases:
         db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
-        db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
+        db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE state = 'leased'")
     if resume_episodes:
         return
     interrupted = db.execute(

@@ -30,7 +30,7 @@ from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode
 from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of, why_not_stored
 from buffers.ledger.schema import open_database
-from buffers.records import Episode, EpisodeState, Round, ScoreDetail, Task, TrainBatch, UInt8
+from buffers.records import Episode, EpisodeState, Replay, Round, ScoreDetail, Task, TrainBatch, UInt8
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -210,6 +210,7 @@ class Ledger:
     score_history = _method(scores.score_history)
     release = _method(batches.release)
     evict_stale = _method(batches.evict_stale)
+    count_stored = _method(batches.count_stored)
     position = _method(checkpoints.position)
     restore = _method(checkpoints.restore)
     times_opened = _method(checkpoints.times_opened)
@@ -303,13 +304,13 @@ class Ledger:
             drop_zero_variance=self._drop_equal,
         )
 
-    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
-        """Lease a full batch of ready groups, the oldest first; None when there are fewer.
+    def claim(self, num_groups: int, *, min_version: int, replay: Replay | None = None) -> Future[TrainBatch | None]:
+        """Lease a full batch of ready groups, the oldest first; None when there are fewer. `replay`: stored ones take places of it.
 
         Ready groups whose trained tokens are all older than `min_version` are evicted first. A lease lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
-        return self._call(batches.claim, num_groups=num_groups, min_version=min_version)
+        return self._call(batches.claim, num_groups=num_groups, min_version=min_version, replay=replay)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.

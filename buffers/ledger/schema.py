@@ -19,7 +19,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.group_commit import is_passing, why_not_stored
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
@@ -43,7 +43,8 @@ CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
 
 -- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
--- replay: the lease that took it before it was given back; it is claimed again in that order, before all others.
+-- first_lease: the first that took it. A group that was given back is claimed again in that order, before all others.
+-- num_trained: steps that trained it, in this lineage and those it came from.
 -- min_size: members that must score; up to size - min_size may be lost, and the group is trained without them.
 -- greedy: the first so many members are sampled at temperature 0. In a group that is trained they are the others' baseline.
 -- max_version: the newest policy version among the members' trainable tokens.
@@ -59,18 +60,21 @@ CREATE TABLE grp(
     state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
     reason      TEXT,
     lease_id    INTEGER REFERENCES lease(lease_id),
-    replay      INTEGER,
+    first_lease INTEGER,
+    num_trained INTEGER NOT NULL DEFAULT 0 CHECK (num_trained >= 0),
     greedy      INTEGER NOT NULL DEFAULT 0,
     opened_at   REAL DEFAULT ({_NOW}),
     CHECK (state NOT IN ('ready', 'leased', 'trained', 'validated')
            OR (num_scored + num_lost = size AND num_scored >= min_size)),
     CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
+    CHECK ((state = 'trained') = (num_trained > 0)),
     UNIQUE (task_id, instance)
 );
 CREATE INDEX grp_by_state ON grp(state, group_id);
 CREATE INDEX grp_ready_by_version ON grp(max_version) WHERE state = 'ready';
 CREATE INDEX grp_by_lease ON grp(lease_id) WHERE lease_id IS NOT NULL;
-CREATE INDEX grp_replay ON grp(replay, group_id) WHERE replay IS NOT NULL;
+CREATE INDEX grp_given_back ON grp(first_lease, group_id) WHERE state = 'ready' AND first_lease IS NOT NULL;
+CREATE INDEX grp_trained_by_version ON grp(max_version) WHERE state = 'trained';
 
 -- max_version: the newest policy version among its trainable tokens; num_rounds and num_tokens count trainable ones.
 -- score: the mean of its judges'.
@@ -125,11 +129,20 @@ CREATE TABLE score(
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
--- A lease lives as long as the process that has the file open.
+-- A lease lives as long as the process that has the file open. max_trained: how often it may be that a group of it is trained.
 CREATE TABLE lease(
     lease_id INTEGER PRIMARY KEY AUTOINCREMENT,
-    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded'))
+    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded')),
+    max_trained INTEGER NOT NULL DEFAULT 1 CHECK (max_trained >= 1)
 );
+
+-- Stored groups, trained before, that are in a lease's batch beside its fresh ones. Kept: the batch may be made again.
+CREATE TABLE joined(
+    lease_id INTEGER NOT NULL REFERENCES lease(lease_id),
+    group_id INTEGER NOT NULL REFERENCES grp(group_id),
+    PRIMARY KEY (lease_id, group_id)
+) WITHOUT ROWID;
+CREATE INDEX joined_by_group ON joined(group_id);
 
 -- Lineage n continues after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
 CREATE TABLE lineage(
@@ -149,7 +162,7 @@ CREATE TABLE step(
     UNIQUE (lineage, step)
 );
 
--- Which groups a step trained; kept, as a group may be trained again in a later lineage.
+-- Which groups a step trained, fresh and stored ones; kept, as a group may be trained again in a later lineage.
 CREATE TABLE trained(
     step_id  INTEGER NOT NULL REFERENCES step(step_id),
     group_id INTEGER NOT NULL REFERENCES grp(group_id),
@@ -182,6 +195,20 @@ END;
 CREATE TRIGGER grp_evicted AFTER UPDATE OF state ON grp WHEN NEW.state = 'evicted' BEGIN
     {_count(f"'evicted/' || {_KIND}")}
     {_count(f"'lost/' || {_KIND}", "NEW.num_scored")}
+END;
+CREATE TRIGGER grp_trained AFTER INSERT ON trained BEGIN
+    UPDATE grp SET state = 'trained', num_trained = num_trained + 1 WHERE group_id = NEW.group_id;
+    SELECT RAISE(ABORT, 'a group was trained more often than its lease allows') FROM step JOIN lease USING (lease_id)
+    WHERE step_id = NEW.step_id AND max_trained < (SELECT num_trained FROM grp WHERE group_id = NEW.group_id);
+END;
+CREATE TRIGGER grp_joins BEFORE INSERT ON joined BEGIN
+    SELECT RAISE(ABORT, 'a stored group joins a batch once, and only while it may be trained again')
+    WHERE NOT EXISTS (
+        SELECT 1 FROM grp JOIN lease ON num_trained BETWEEN 1 AND max_trained - 1
+        WHERE group_id = NEW.group_id AND lease.lease_id = NEW.lease_id
+    ) OR EXISTS (
+        SELECT 1 FROM joined JOIN lease USING (lease_id) WHERE group_id = NEW.group_id AND state = 'active'
+    );
 END;
 CREATE TRIGGER episode_opened AFTER INSERT ON episode BEGIN
     {_count("'episodes/' || NEW.state")}
@@ -398,7 +425,7 @@ def _strange(db: sqlite3.Connection) -> str:
         (number, largest) = db.execute(f"SELECT count(*), coalesce(max({key}), 0) FROM {table}").fetchone()
         if largest > 2 * number + 1000:
             return f"{table}.{key} {largest} of {number} rows"
-    for table in ("grp", "episode", "trained"):
+    for table in ("grp", "episode", "trained", "joined"):
         if (lost := db.execute(f"PRAGMA foreign_key_check({table})").fetchone()) is not None:
             return f"a row of {table} that names no {lost[2]}"
     return ""

@@ -150,13 +150,13 @@ def _closed(db: sqlite3.Connection, *, row: EpisodeRow, before: float | None, sc
     """Why an ended episode takes no score; None while it takes late ones and revisions: until its group is in a batch."""
     if row.state != EpisodeState.SCORED:
         return refusal(row, verb="score")
-    state, replay = db.execute("SELECT state, replay FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
-    if state in ("open", "ready", "validating") and replay is None:
+    state, lease = db.execute("SELECT state, first_lease FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    if state in ("open", "ready", "validating") and lease is None:
         return None
     if before is not None:
         return _conflict(row, before=before, score=score)
     return EpisodeClosed(
-        f"cannot score episode {row.episode_id}: its group {'was in a batch' if replay else 'is ' + state}; "
+        f"cannot score episode {row.episode_id}: its group {'was in a batch' if state == 'ready' else 'is ' + state}; "
         f"report scores before it is trained"
     )
 

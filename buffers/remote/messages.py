@@ -32,6 +32,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         episodes.put_tasks, episodes.open_group, episodes.adopt_episode, episodes.start_episode, episodes.start_pending,
         episodes.running_episodes, episodes.failure_details, episodes.ended, episodes.mask_tokens, episodes.fail_episode,
         batches.read_rounds, batches.claim, batches.commit_step, batches.release, batches.evict_stale,
+        batches.count_stored,
         scores.notify_score, scores.settle, scores.score_history, validation.open_validation, validation.validated,
         checkpoints.position, checkpoints.restore, checkpoints.times_opened,
         checkpoints.group_outcomes,

@@ -65,6 +65,7 @@ class TaskPool:
         min_group_size: int | None = None,
         num_greedy: int = 0,
         version: int = 0,
+        num_stored: int | None = None,
         times_opened: Mapping[str, int] | None = None,
         curriculum: Curriculum | None = None,
         paused: bool = False,
@@ -74,11 +75,10 @@ class TaskPool:
     ) -> None:
         """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`, `num_greedy`: see
         `Ledger.open_group`; greedy members come beside the `group_size` others.
-        `times_opened`: groups of each task that
-        an earlier process of this run opened. `curriculum`: draws the tasks of a source, by what groups scored.
-        `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
-        called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
-        ledger's, in tests."""
+        `num_stored`: places that stored groups take in the batches for which groups may open; None: no batch has any.
+        `times_opened`: groups of each task that an earlier process of this run opened. `curriculum`: draws the tasks of a source,
+        by what groups scored. `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is called on the pool's
+        loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the ledger's, in tests."""
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
         self._group_size = group_size
@@ -92,6 +92,7 @@ class TaskPool:
         self._has_room = has_room or ledger.has_room
         self._looking: Timer | None = None
         self._version = version
+        self._num_stored = num_stored or 0
         self.on_closed = on_closed
         self._call_later: Callable[[float, Callable[[], None]], Timer] = call_later or self._loop.call_later
         before = ledger.counts()
@@ -241,13 +242,16 @@ class TaskPool:
         await asyncio.wrap_future(self._ledger.fail_episode(episode_id, reason, max_attempts=self._max_attempts))
         self._release(episode_id, reason=EpisodeState.FAILED)
 
-    async def set_version(self, version: int, *, oldest: int | None = None) -> None:
+    async def set_version(self, version: int, *, oldest: int | None = None, num_stored: int | None = None) -> None:
         """A new policy is in place: what is too old is evicted, and there is room for new groups. `oldest`: of several policies
-        with versions of their own, the lowest; None: there is one."""
+        with versions of their own, the lowest; None: there is one. `num_stored`: as at the start."""
         if self._curriculum is not None:  # before there is room: what the new version opens is drawn by it
             groups = await asyncio.wrap_future(self._ledger.group_outcomes(self._curriculum.since))
             self._curriculum.learn(groups, version=version)
         self._version = version
+        if num_stored is not None:  # then a batch has trained fewer groups than it has places
+            self._num_stored = num_stored
+            self._trained_before = self._ledger.counts()["groups/trained"] - version * self._groups_per_step
         if self._max_policy_lag is not None:
             least = version if oldest is None else oldest
             await asyncio.wrap_future(self._ledger.evict_stale(least - self._max_policy_lag))
@@ -260,7 +264,8 @@ class TaskPool:
         counts = self._ledger.counts()
         states = (GroupState.OPEN, GroupState.READY, GroupState.LEASED, GroupState.TRAINED)
         admitted = sum(counts[f"groups/{state}"] for state in states) - self._trained_before
-        return max(0, (self._version + 1 + self._max_policy_lag) * self._groups_per_step - admitted)
+        wanted = (self._version + 1 + self._max_policy_lag) * self._groups_per_step - self._num_stored
+        return max(0, wanted - admitted)
 
     def metrics(self) -> dict[str, float]:
         """Started and released episodes (in total), slots and those in use, agents that wait, groups that may open; the ledger's

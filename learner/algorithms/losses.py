@@ -122,6 +122,16 @@ def policy_loss(
     return total, means, {"policy/is_weight_max": _largest(rho), "policy/ratio_max": _largest(ratio)}
 
 
+def counting(targets: Targets, *, config: LearnerConfig) -> Tensor:
+    """[m] bool: tokens that move the policy in a step's first update: they have an advantage and a weight, after correction and
+    rejection too, and are not clipped."""
+    start = targets.proximal
+    anchor = targets.behaviour if config.correction == "naive" else start
+    weight = _weight(_bounded(start - targets.behaviour), logprobs=start, targets=targets, config=config)
+    clipped = objective(_bounded(start - anchor), logprobs=start, targets=targets, config=config).clipped
+    return (targets.weights > 0.0) & (weight > 0.0) & (targets.advantages != 0.0) & ~clipped
+
+
 def _weight(log_rho: Tensor, *, logprobs: Tensor, targets: Targets, config: LearnerConfig) -> Tensor:
     """[m] what a token's loss is multiplied by."""
     counted = targets.weights > 0.0

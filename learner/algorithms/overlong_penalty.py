@@ -24,8 +24,8 @@ def overlong_penalty(length: int, *, max_tokens: int) -> float:
 
 
 def with_overlong_penalty(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainBatch, float]:
-    """The batch with each episode's score lowered for its longest generation, and the mean penalty over episodes. With roles: of
-    each role.
+    """The batch with each episode's score lowered for its longest generation, and the mean penalty over fresh episodes. With roles:
+    of each role.
 
     A branch with a score of its own is lowered for the longest generation that it trains itself.
     """
@@ -35,7 +35,8 @@ def with_overlong_penalty(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainB
         longest[of] = max(longest[of], _longest_round(row))
     penalties = {of: overlong_penalty(length, max_tokens=max_tokens) for of, length in longest.items()}
     rows = [_lowered(row, penalty=penalties[row.episode_id, row.role], max_tokens=max_tokens) for row in batch.rows]
-    return replace(batch, rows=rows), sum(penalties.values()) / max(len(penalties), 1)
+    fresh = {(row.episode_id, row.role) for row in batch.fresh.rows}
+    return replace(batch, rows=rows), sum(penalties[of] for of in fresh) / max(len(fresh), 1)
 
 
 def _lowered(row: Row, *, penalty: float, max_tokens: int) -> Row:

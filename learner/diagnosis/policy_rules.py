@@ -140,6 +140,45 @@ def stale_groups(run: Evidence) -> Observation:
     return Observation(by_token, f"{percent(by_token)} of the sampled tokens are {age}, and not trained.", remedy)
 
 
+@rule("replay/counted_share", slows=0.5, harms=0.8)
+def idle_replay(run: Evidence) -> Observation | None:
+    """At least half of the tokens of stored groups change nothing: too old, dropped, clipped, or of groups that scored alike."""
+    share, replay, learner = run.mean("replay/counted_share"), run.config.buffer.replay, run.config.learner
+    if share is None:
+        return None
+    ways = {
+        "buffer.replay.only=mixed": replay.only == "mixed",
+        "learner.correction=tis": learner.correction == "tis",
+        "learner.rejection.kind=none": learner.rejection.kind == "none",
+    }
+    other = [key for key, is_in_force in ways.items() if not is_in_force]
+    return Observation(
+        1.0 - share,
+        f"{percent(1.0 - share)} of the tokens of stored groups change nothing: they are too old, dropped by learner.correction or "
+        f"learner.rejection, clipped, or of groups that scored alike.",
+        ", ".join([*other, f"buffer.replay.oldest={max(1, replay.oldest // 2)}, or a smaller buffer.replay.share"]),
+        measure="tokens of stored groups that change nothing",
+    )
+
+
+@rule("replay/short", slows=0.5)
+def missing_replay(run: Evidence) -> Observation | None:
+    """At least half of the places of stored groups were filled by fresh ones, as too few stored groups may be trained again."""
+    short, wanted = run.mean("replay/short"), run.config.buffer.num_replayed
+    if short is None or not wanted or len(run.steps) < ENOUGH_STEPS:
+        return None
+    replay = run.config.buffer.replay
+    wider = "" if replay.only == "all" else "buffer.replay.only=all, "
+    return Observation(
+        short / wanted,
+        f"of {counted(wanted, 'place')} for stored groups in a batch {short:.1f} were filled by fresh ones: too few may be trained "
+        f"again.",
+        f"{wider}buffer.replay.oldest={2 * replay.oldest}, buffer.replay.times={replay.times + 1}, or a smaller "
+        f"buffer.replay.share",
+        measure="places that fresh groups filled",
+    )
+
+
 @rule("staleness/mean", slows=2.0)
 def uncorrected_data(run: Evidence) -> Observation | None:
     """The data is 2 versions old or more, and no correction weighs it."""

@@ -138,6 +138,7 @@ class History:
         now = self._clock()
         if self._first_step_at is None:
             self._first_step_at = now
+        everything, batch = batch, batch.fresh
         scores = batch.scores
         busy_s = stats.busy_until(now)
         rows = [row for row in batch.rows if not row.greedy]
@@ -148,6 +149,7 @@ class History:
             **metrics,
             **_baseline(batch),
             **_by_role(batch),
+            **self._of_stored(everything, version=version, metrics=metrics),
             "reward/mean": float(scores.mean()),
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
@@ -172,6 +174,23 @@ class History:
         self.rewards.append(figures["reward/mean"])
         self.steps.append(figures)
         return figures
+
+    def _of_stored(self, batch: TrainBatch, *, version: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The groups of a batch that were trained before, in a run that replays; all other figures are of fresh ones."""
+        wanted = self._config.buffer.num_replayed
+        if not wanted:
+            return {}
+        figures = {"replay/groups": float(batch.num_stored), "replay/short": float(wanted - batch.num_stored)}
+        ages = [version - row.versions[row.mask == 1] for row in batch.rows if row.times_trained and not row.greedy]
+        if not ages:
+            return figures
+        own = np.concatenate(ages)
+        return figures | {
+            "replay/age_mean": float(own.mean()),
+            "replay/age_max": float(own.max()),
+            "replay/trained_tokens": float(len(own)),
+            "replay/counted_share": metrics.get("replay/counted_share", 0.0),
+        }
 
     def recent_reward(self) -> float | None:
         """Mean score of the last steps; None before the first."""

@@ -15,12 +15,12 @@ from typing import Protocol
 
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.records import Episode, Position, Round
+from buffers.records import Episode, Position, Replay, Round
 from buffers.remote.remote_ledger import RemoteLedger
 from buffers.tasks.curriculum import Curriculum
 from buffers.tasks.task_pool import TaskPool
 from configs.child_processes import python_path
-from configs.schema import Config
+from configs.schema import BufferConfig, Config
 from learner.checkpoints.store import Checkpoint
 from learner.startup.run_folder import LEDGER
 
@@ -40,8 +40,8 @@ class RunBuffers:
     curriculum: Curriculum | None
     opened: dict[str, int]
     """Groups of each task that earlier processes of this run opened."""
-    num_replays: int
-    """Groups given back by going back to a checkpoint."""
+    num_again: int
+    """Batches given back by going back to a checkpoint."""
     running: list[tuple[Episode, list[Round]]]
     """Episodes under way whose agents outlived the process before, and what they sampled."""
 
@@ -73,6 +73,23 @@ def num_greedy(config: Config) -> int:
     return int(config.learner.advantage == "remax")
 
 
+def replay_at(buffer: BufferConfig, *, version: int) -> Replay | None:
+    """Which stored groups join the batch that this version trains; None: there is no replay."""
+    own = buffer.replay
+    if not buffer.num_replayed:
+        return None
+    return Replay(num_groups=buffer.num_replayed, min_version=version - own.oldest, only=own.only, times=own.times)
+
+
+async def stored_places(ledger: Ledger, buffer: BufferConfig, *, version: int) -> int | None:
+    """Places of stored groups in the batches for which episodes may begin at this version: known of the next, and as many as there
+    can be of later ones. Where they are fewer then, fresh groups get more room. None: there is no replay."""
+    replay = replay_at(buffer, version=version)
+    if replay is None:
+        return None
+    return await asyncio.wrap_future(ledger.count_stored(replay)) + buffer.max_policy_lag * replay.num_groups
+
+
 async def open_run_buffers(
     config: Config,
     stack: AsyncExitStack,
@@ -94,11 +111,11 @@ async def open_run_buffers(
         is_new=not resume,
     )
     stack.callback(ledger.close)
-    num_replays = 0
+    num_again = 0
     if resume:
         here = await asyncio.wrap_future(ledger.position())
         start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
-        num_replays = await asyncio.wrap_future(ledger.restore(checkpoint.position if checkpoint else start))
+        num_again = await asyncio.wrap_future(ledger.restore(checkpoint.position if checkpoint else start))
     opened = await asyncio.wrap_future(ledger.times_opened())
     episodes = await asyncio.wrap_future(ledger.running_episodes())
     rounds = [await asyncio.wrap_future(ledger.rounds(episode.episode_id)) for episode in episodes]
@@ -118,6 +135,7 @@ async def open_run_buffers(
         num_greedy=num_greedy(config),
         deadline_s=config.agents.deadline_s,
         version=version,
+        num_stored=await stored_places(ledger, config.buffer, version=version),
         times_opened=opened,
         curriculum=curriculum,
         paused=True,
@@ -131,7 +149,7 @@ async def open_run_buffers(
         ),
         curriculum=curriculum,
         opened=opened,
-        num_replays=num_replays,
+        num_again=num_again,
         running=list(zip(episodes, rounds, strict=True)),
     )
 

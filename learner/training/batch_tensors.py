@@ -83,6 +83,8 @@ class BatchTensors:
     """[M] int64."""
     fresh: Tensor
     """[M] bool."""
+    stored: Tensor
+    """[M] bool: of a group that was trained before."""
     verifiable: Tensor
     """[M] bool: all that comes before it was computed by the version that sampled it, where experts are recorded."""
     truncated: Tensor
@@ -109,16 +111,21 @@ class BatchTensors:
         return torch.where(counted, per_row[owners], 0.0)
 
 
-def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = False) -> BatchTensors:
+def token_table(
+    batch: TrainBatch, *, min_version: int, min_stored: int | None = None, mask_truncated: bool = False
+) -> BatchTensors:
     """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule.
 
-    Tokens that a version before `min_version` sampled are not fresh; with `mask_truncated`, nor are those of answers that were cut.
+    Tokens that a version before `min_version` sampled are not fresh (of stored groups: before `min_stored`); with `mask_truncated`,
+    nor are those of answers that were cut.
     """
     rows = trained_rows(batch)
     check_rows(batch.rows)
     picked = [row.mask.astype(bool) for row in rows]
     versions = _flat([row.versions[own] for row, own in zip(rows, picked)], dtype=np.int32)
-    if not (versions >= min_version).any():
+    stored = np.repeat([row.times_trained > 0 for row in rows], [row.num_trained for row in rows])
+    fresh = versions >= np.where(stored, min_version if min_stored is None else min_stored, min_version)
+    if not fresh.any():
         raise ValueError(
             f"batch {batch.lease_id}: must hold at least one trained token of version {min_version} or later, "
             f"got {len(versions)} older ones in {len(batch.rows)} rows"
@@ -134,7 +141,6 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     owners = np.repeat(np.arange(len(rows)), sequences.counts)
     rounds = _flat([row.rounds[own] for row, own in zip(rows, picked)], dtype=np.int32)
     truncated = _flat([np.isin(row.rounds[own], row.truncated) for row, own in zip(rows, picked)], dtype=np.bool_)
-    fresh = versions >= min_version
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
@@ -152,6 +158,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         behaviour=torch.from_numpy(_flat([row.logprobs[own] for row, own in zip(rows, picked)], dtype=np.float32)),
         versions=torch.from_numpy(versions).long(),
         fresh=torch.from_numpy(fresh & ~truncated if mask_truncated else fresh),
+        stored=torch.from_numpy(stored),
         verifiable=torch.from_numpy(_flat([_verifiable(row)[own] for row, own in zip(rows, picked)], dtype=np.bool_)),
         truncated=torch.from_numpy(truncated),
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),

@@ -37,6 +37,7 @@ _EXPERTS = ("experts", "expert_versions")
 """Not of every row."""
 _NUMBERS = (
     "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges",
+    "times_trained",
 )  # fmt: skip
 _LINES = "lines"
 

@@ -36,8 +36,8 @@ from learner.algorithms.advantages import (
     teacher_advantages,
     unit_returns,
 )
-from learner.algorithms.kl import KLCoefficient, kl_estimate
-from learner.algorithms.losses import Loss, actor_loss, cross_entropy, value_loss
+from learner.algorithms.kl import LOG_RATIO_LIMIT, KLCoefficient, kl_estimate
+from learner.algorithms.losses import Loss, actor_loss, counting, cross_entropy, value_loss
 from learner.algorithms.objectives import EntropyCoefficient, Guide, Targets, covariances, pick_clip_cov, pick_kl_cov
 from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTER, REFERENCE
@@ -121,7 +121,7 @@ class Progress:
 
 class Trainer:
     """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: as many versions can be checked, and
-    tokens of older ones are not trained. `longest_row`: tokens of a row, at most."""
+    tokens of older ones are not trained. `replay_lag`: the oldest of stored groups. `longest_row`: tokens of a row, at most."""
 
     def __init__(
         self,
@@ -137,6 +137,7 @@ class Trainer:
         world_size: int,
         device: str,
         longest_row: int = LONGEST,
+        replay_lag: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         self._config = config
@@ -144,6 +145,7 @@ class Trainer:
         self._temperature = temperature
         self._seed = seed
         self._keep_versions = keep_versions
+        self._replay_lag = keep_versions - 1 if replay_lag is None else replay_lag
         self._rank = rank
         self._world_size = world_size
         self._device = torch.device(device)
@@ -208,7 +210,12 @@ class Trainer:
         """
         started = time.monotonic()
         config = self._config
-        table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
+        table = token_table(
+            batch,
+            min_version=version - self._keep_versions + 1,
+            min_stored=version - self._replay_lag,
+            mask_truncated=config.mask_truncated,
+        )
         table = self._with_words(table, rows=trained_rows(batch))
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if (config.kl.coef > 0.0 or config.hints.coef > 0.0) and self._own.reference is None:
@@ -240,12 +247,12 @@ class Trainer:
             metrics |= {
                 "policy/max_logprob_diff": float(difference.max()) if len(difference) else 0.0,
                 "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
-                "policy/checked_share": float(checked.float().mean()),
+                "policy/checked_share": float(checked[~table.stored].float().mean()),
             }
         self._own.steps += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
-        lags = (version - table.versions).float()
+        lags = (version - table.versions)[~table.stored].float()
         return metrics | {
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
             "policy/lag_max": float(lags[lags < self._keep_versions].max()),
@@ -322,6 +329,7 @@ class Trainer:
         metrics = self._update(table, goals=plan, minibatches=minibatches, before=before) | kl_taken
         entropy = float((shares * before.entropy).sum())
         metrics["policy/entropy"] = entropy
+        metrics |= self._of_stored(table, targets=plan.targets)
         metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._own.kl.value
@@ -334,6 +342,16 @@ class Trainer:
             metrics["critic/explained_variance"] = explained_variance(before.values, returns=returns)
             metrics["critic/value_mean"] = float(before.values.mean())
         return metrics
+
+    def _of_stored(self, table: BatchTensors, *, targets: Targets) -> dict[str, float]:
+        """How far the policy is from what sampled the stored groups, and how much of them moves it."""
+        if not bool(table.stored.any()):
+            return {}
+        ratios = (targets.proximal - targets.behaviour).cpu()[table.stored & table.fresh]
+        return {
+            "replay/ratio_mean": float(ratios.clamp(max=LOG_RATIO_LIMIT).exp().mean()) if len(ratios) else 0.0,
+            "replay/counted_share": float(counting(targets, config=self._config).cpu()[table.stored].float().mean()),
+        }
 
     def _useful_flops(self, sequences: Sequences) -> float:
         """What the updates of a step ask for: the policy's forward and backward passes, and a separate critic's. What rows share
@@ -638,7 +656,7 @@ class Trainer:
         picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._own.history.items():
-            own = (table.versions == old) & (old != version) & table.verifiable & picked[owners]
+            own = (table.versions == old) & (old != version) & table.verifiable & picked[owners] & ~table.stored
             if not bool(own.any()):
                 continue
             with fsdp.swapped(self._policy, shards=shards):

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from buffers import disk
 from buffers.errors import StorageFull
+from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
@@ -157,15 +158,17 @@ async def learning(
     checkpoint: Checkpoint | None = None,
     agreement: Any = None,
     schedule: Mapping[str, bool] | None = None,
+    buffer: Mapping[str, Any] | None = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
+    buffer_config = BufferConfig(**{"groups_per_step": 1, "group_size": 1, "max_policy_lag": LAG, **(buffer or {})})
     pool = TaskPool(
-        ledger, group_size=1, groups_per_step=1, max_policy_lag=LAG, max_running=8, deadline_s=60.0, max_attempts=1,
-        version=start, paused=replays > 0 or started is not None,
+        ledger, group_size=1, groups_per_step=buffer_config.groups_per_step, max_policy_lag=buffer_config.max_policy_lag,
+        max_running=8, deadline_s=60.0, max_attempts=1, version=start, paused=replays > 0 or started is not None,
     )  # fmt: skip
     rounds = MultiRoundBufferDataset(ledger)
     buffers = RunBuffers(
-        ledger=ledger, pool=pool, rounds=rounds, curriculum=None, opened={}, num_replays=replays, running=[]
+        ledger=ledger, pool=pool, rounds=rounds, curriculum=None, opened={}, num_again=replays, running=[]
     )
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
@@ -179,7 +182,7 @@ async def learning(
         loop = LearnLoop(
             Schedule(
                 run=RunConfig(**run),
-                buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
+                buffer=buffer_config,
                 start=start,
                 **(schedule or {}),
             ),
@@ -229,6 +232,31 @@ async def test_a_checkpoint_is_written_while_the_next_batch_is_awaited_and_the_n
         assert setup.ranks.told.index("saved") < setup.ranks.told.index(("train", 1, (second,)))
         assert [one.position.step for one in setup.store.all()] == [1, 2]
         assert setup.store.all()[0].score == 1.0
+    ledger.close()
+
+
+async def test_stored_groups_join_batches_and_are_in_them_again_after_the_learner_died(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    fresh = [make_ready(ledger, task=task) for task in range(4)]
+    replay = {"share": 0.5, "only": "all", "times": 2, "oldest": 9}
+    buffer = {"groups_per_step": 4, "max_policy_lag": 0, "replay": replay}
+    async with learning(tmp_path, ledger, steps=4, checkpoints={"every": 0}, buffer=buffer) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(
+            lambda: setup.loop.step == 1 and setup.pool.admissible() == 2
+        )  # two of four places are of stored groups
+        setup.ranks.dies_in = ["publish"]
+        fresh += [make_ready(ledger, task=task, version=1) for task in (4, 5)]
+        await until(lambda: setup.loop.step == 2 and setup.pool.admissible() == 2)
+        fresh += [make_ready(ledger, task=task, version=2) for task in (6, 7)]
+        await until(lambda: setup.loop.step == 3 and setup.pool.admissible() == 2)
+        fresh += [make_ready(ledger, task=task, version=3) for task in (8, 9)]
+        await running
+    first, second = tuple(fresh[:4]), (*fresh[4:6], *fresh[2:4])
+    third, fourth = (*fresh[6:8], *fresh[4:6]), (*fresh[8:], *fresh[6:8])
+    assert setup.ranks.trained == [first, second, first, second, third, fourth]
+    assert ledger.run(findings).result() == []
     ledger.close()
 
 

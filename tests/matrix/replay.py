@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 
 from buffers.ledger.ledger import Ledger
 from buffers.records import TrainBatch
-from configs.schema import RolloutConfig, ServerConfig, SftConfig
+from configs.schema import BufferConfig, ReplayConfig, RolloutConfig, ServerConfig, SftConfig
 from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.sft_loop import num_updates, read, rows_of_update
+from learner.startup.run_buffers import replay_at
 from learner.training.trainer import Trainer
 from mocked_server.vllm.demonstrations import make_renderer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
@@ -53,6 +54,10 @@ def batches(ended: Ended) -> list[TrainBatch]:
 def _batches(folder: Path, settings: str) -> list[TrainBatch]:
     config = json.loads(settings)
     lag, num_groups = config["buffer.max_policy_lag"], config["buffer.groups_per_step"]
+    own = {
+        key.removeprefix("buffer.replay."): value for key, value in config.items() if key.startswith("buffer.replay.")
+    }
+    buffer = BufferConfig(groups_per_step=num_groups, replay=ReplayConfig(**own))
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for path in folder.glob("ledger.sqlite*"):
@@ -62,7 +67,9 @@ def _batches(folder: Path, settings: str) -> list[TrainBatch]:
             steps = ledger.position().result().step
             ledger.restore(replace(ledger.position().result(), lineage=0, step=0)).result()
             for step in range(1, steps + 1):
-                batch = ledger.claim(num_groups, min_version=step - 1 - lag).result()
+                batch = ledger.claim(
+                    num_groups, min_version=step - 1 - lag, replay=replay_at(buffer, version=step - 1)
+                ).result()
                 if batch is None:
                     raise NoEffect(f"the ledger of {folder.name} does not give the batch of step {step} again")
                 ledger.commit_step(batch.lease_id, step=step, version=step).result()
@@ -86,6 +93,7 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
         dtype=config["model.dtype"],
         temperature=config["rollout.temperature"],
         keep_versions=config["buffer.max_policy_lag"] + 1,
+        replay_lag=config["buffer.replay.oldest"],
         **{**learner_section(without_refused(config)), "ranks": 1},
     )
     passes: list[int] = []

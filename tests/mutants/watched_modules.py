@@ -17,7 +17,9 @@ _STEPS = (
     f"{_TRAINING}/test_tree_training.py",
 )
 _LEDGER = "tests/buffers/ledger"
-_BOOKS = tuple(f"{_LEDGER}/test_{name}.py" for name in ("batches", "scores", "leases", "checkpoints", "ledger"))
+_BOOKS = tuple(
+    f"{_LEDGER}/test_{name}.py" for name in ("batches", "scores", "leases", "checkpoints", "ledger", "stored_groups")
+)
 _CONVERSATION = "tests/mocked_server/conversation"
 _CONTINUED = (f"{_CONVERSATION}/test_continuation.py", f"{_CONVERSATION}/test_live_episodes.py")
 _SERVED = "tests/mocked_server/test_server.py"

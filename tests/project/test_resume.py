@@ -7,12 +7,15 @@ import os
 import signal
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from buffers.ledger.doctor import findings
+from buffers.ledger.schema import read_database
 from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import Run, assert_nothing_left, start
 
@@ -100,4 +103,47 @@ def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits
     assert third.summary()["steps"] == last and third.summary()["max_logprob_diff"] < 1e-4
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert (third.folder / "last" / "config.json").is_file()
+    assert_nothing_left(third)
+
+
+@pytest.mark.long
+def test_steps_with_stored_groups_are_made_again_with_the_same_bits(tmp_path: Path) -> None:
+    knobs = (
+        "run.checkpoints.every=1",
+        "run.checkpoints.keep=50",
+        "buffer.replay.share=0.5",
+        "buffer.replay.only=all",
+        *SMALL,
+    )
+    first = start(tmp_path, "run.steps=40", *knobs)
+    first.wait_for_step(6)
+    first.kill()
+    before, last = lines(first), max(lines(first))
+    folder = first.folder / "checkpoints"
+    second = start(tmp_path, "run.steps=40", *knobs, resume=str(folder / "step-000002"))
+    until = time.monotonic() + PATIENCE_S
+    while not (folder / "step-000003.1").is_dir():  # killed on the way to where it was
+        assert second.process.poll() is None and time.monotonic() < until, "step 3 was not made again"
+        time.sleep(0.05)
+    second.kill()
+    third = start(tmp_path, f"run.steps={last}", *knobs, resume=str(folder / "step-000002"))
+    code, output = third.wait()
+    assert code == 0, output
+    after = lines(third)
+    for step in range(1, last + 1):
+        assert after[step] == before[step], step
+        assert after[step]["replay/groups"] == (2.0 if step > 1 else 0.0), step
+    for step in range(3, last):
+        one = load_file(folder / f"step-{step:06d}" / "model" / "model.safetensors")
+        two = load_file(folder / f"step-{step:06d}.2" / "model" / "model.safetensors")
+        assert all(equal(one[name], two[name]) for name in one), step
+    with closing(read_database(third.folder / "ledger.sqlite")) as db:
+        joined = (
+            "SELECT group_id FROM joined JOIN step USING (lease_id) WHERE lineage = ? AND step = ? ORDER BY group_id"
+        )
+        for step in range(3, last + 1):
+            stored = [db.execute(joined, (lineage, step)).fetchall() for lineage in (0, 2)]
+            assert stored[0] == stored[1] and len(stored[0]) == 2, step
+        assert findings(db) == []
+    assert third.summary()["max_logprob_diff"] < 1e-4
     assert_nothing_left(third)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffers.errors import EpisodeClosed, EpisodeError, LeaseError, ScoreConflict, ScoreError, UnknownEpisode
-from buffers.records import Episode, Position, Round, ScoreDetail, Task, TrainBatch
+from buffers.records import Episode, Position, Replay, Round, ScoreDetail, Task, TrainBatch
 
 PATIENCE_S = 10.0
 
@@ -44,7 +44,10 @@ class Buffer(Protocol):
         detail: ScoreDetail = ScoreDetail(),  # noqa: B008
     ) -> Future[bool]: ...
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]: ...
-    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]: ...
+    def claim(
+        self, num_groups: int, *, min_version: int, replay: Replay | None = None
+    ) -> Future[TrainBatch | None]: ...
+    def count_stored(self, replay: Replay) -> Future[int]: ...
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]: ...
     def release(self, lease_id: int) -> Future[int]: ...
     def evict_stale(self, min_version: int) -> Future[int]: ...
@@ -236,6 +239,30 @@ def going_back_gives_back_what_was_trained_after_the_checkpoint(site: Site) -> N
         balanced(buffer)
 
 
+def stored_groups_take_places_of_a_batch_as_often_as_they_may(site: Site) -> None:
+    replay = Replay(num_groups=1, min_version=0, only="solved", times=2)
+    with site.open() as buffer:
+        stored = ready(buffer, task=0)
+        first = claimed(buffer, number=1)
+        buffer.commit_step(first.lease_id, step=1, version=1).result()
+        fresh = [ready(buffer, task=task, version=1) for task in (1, 2, 3)]
+        checkpoint = buffer.position().result()
+        assert buffer.count_stored(replay).result() == 1
+        batch = buffer.claim(2, min_version=1, replay=replay).result()
+        assert batch is not None and batch.group_ids == (fresh[0], stored)
+        assert [row.times_trained for row in batch.rows] == [0, 1]
+        assert np.array_equal(batch.rows[1].logprobs, first.rows[0].logprobs)
+        assert buffer.commit_step(batch.lease_id, step=2, version=2).result() == 2
+        balanced(buffer)
+        assert buffer.restore(checkpoint).result() == 1
+        again = buffer.claim(2, min_version=1, replay=replay).result()
+        assert again is not None and again.group_ids == batch.group_ids, "a batch is made again as it was"
+        buffer.commit_step(again.lease_id, step=2, version=2).result()
+        last = buffer.claim(2, min_version=1, replay=replay).result()
+        assert last is not None and last.group_ids == (fresh[1], fresh[0]), "no group is trained more often than it may"
+        balanced(buffer)
+
+
 def what_was_acknowledged_survives_closing_and_a_lease_does_not(site: Site) -> None:
     if not site.durable:
         return
@@ -335,5 +362,6 @@ RULES: tuple[Rule, ...] = (
     a_step_is_committed_once_and_answers_again,
     a_group_whose_tokens_are_all_too_old_never_enters_a_batch,
     going_back_gives_back_what_was_trained_after_the_checkpoint,
+    stored_groups_take_places_of_a_batch_as_often_as_they_may,
     what_was_acknowledged_survives_closing_and_a_lease_does_not,
 )

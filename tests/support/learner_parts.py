@@ -42,7 +42,13 @@ def random_lm(*, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def make_trainer(
-    model: Path, *, dtype: str = "float32", temperature: float = 1.0, keep_versions: int = 2, **knobs: Any
+    model: Path,
+    *,
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    keep_versions: int = 2,
+    replay_lag: int | None = None,
+    **knobs: Any,
 ) -> Trainer:
     return Trainer(
         LearnerConfig(**knobs),
@@ -51,6 +57,7 @@ def make_trainer(
         temperature=temperature,
         seed=0,
         keep_versions=keep_versions,
+        replay_lag=replay_lag,
         address=f"127.0.0.1:{held_port()}",
         rank=0,
         world_size=1,

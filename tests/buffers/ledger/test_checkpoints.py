@@ -57,7 +57,7 @@ def test_a_batch_of_several_groups_is_claimed_again_as_it_was() -> None:
     assert trained == [tuple(groups[:2]), tuple(groups[2:])]
     ledger.put_round(make_round(slow.episode_id))
     ledger.notify_score(slow.episode_id, 1.0).result()
-    assert ledger.restore(start).result() == 4
+    assert ledger.restore(start).result() == 2
     assert [train(ledger, step=step, num_groups=2) for step in (1, 2)] == trained
     assert train(ledger, step=3) == (slow.group_id,)
     ledger.close()

@@ -108,7 +108,7 @@ def test_the_doctor_finds_what_is_wrong(run: Path, tmp_path: Path, capsys: pytes
         "counts: rounds is 7, counted 6": "UPDATE counter SET n = n + 1 WHERE name = 'rounds'",
         "counts: a group counts other scored members": "UPDATE grp SET min_size = 1, num_lost = 1, num_scored = 1 "
         "WHERE group_id = 1",
-        "counts: a group was trained more than once": "INSERT INTO lease VALUES (9, 'committed'); "
+        "counts: a group was trained more often": "DROP TRIGGER grp_trained; INSERT INTO lease VALUES (9, 'committed', 1); "
         "INSERT INTO step VALUES (9, 0, 2, 9, 4, 1); INSERT INTO trained VALUES (9, 1)",
         "counts: an episode's score is not the mean": "UPDATE episode SET score = 7 WHERE episode_id = '3-0-0'",
         "reference: row": "PRAGMA foreign_keys = OFF; UPDATE round SET episode_id = 'x' WHERE episode_id = '3-0-0'",

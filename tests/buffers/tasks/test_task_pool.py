@@ -14,7 +14,7 @@ import pytest
 
 from buffers.errors import EpisodeClosed, TaskError
 from buffers.ledger.ledger import Ledger
-from buffers.records import ScoreDetail, Task
+from buffers.records import Replay, ScoreDetail, Task
 from buffers.tasks.parquet import write_tasks
 from buffers.tasks.task_pool import PoolClosed
 from tests.support.buffer_parts import make_round, make_task
@@ -150,6 +150,23 @@ async def test_no_group_opens_beyond_the_staleness_capacity() -> None:
         assert (await waiting).episode_id == "5-0-0"
         assert (await setup.lease()).episode_id == "6-0-0"
         assert await setup.pool.lease(wait_s=SHORT_S) is None
+
+
+async def test_places_of_stored_groups_are_no_room_for_new_ones() -> None:
+    async with running_pool(groups_per_step=2, max_policy_lag=0, max_running=100) as setup:
+        await setup.pool.put([make_task(number) for number in range(10)])
+        replay = Replay(num_groups=1, min_version=0, only="all", times=9)
+        for step, opens in ((1, 2), (2, 1), (3, 1), (4, 2)):
+            assert setup.pool.admissible() == opens
+            for _ in range(opens):
+                await setup.play(await setup.lease())
+            assert await setup.pool.lease(wait_s=SHORT_S) is None
+            own = replay if opens == 1 else None
+            batch = await asyncio.wrap_future(setup.ledger.claim(2, min_version=0, replay=own))
+            assert batch is not None and batch.num_stored == 2 - opens
+            await asyncio.wrap_future(setup.ledger.commit_step(batch.lease_id, step=step, version=step))
+            assert setup.pool.admissible() == 0
+            await setup.pool.set_version(step, num_stored=1 if step < 3 else 0)
 
 
 async def test_a_lag_of_zero_is_a_barrier_between_steps() -> None:

@@ -8,6 +8,7 @@ from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis.case import Case
 from tests.learner.diagnosis.recorded_run import Figures, RecordedRun, groups
 
+REPLAYS = ("buffer.groups_per_step=8", "buffer.replay.share=0.5")
 STILL = {"policy/approx_kl": 1e-9}
 MASKED = "learner.mask_truncated=true"
 FAR = {"policy/kl_ref": 0.3}
@@ -102,6 +103,18 @@ CASES = [
         fires=recorded("learner.rejection.kind=geo_mean", figures={"policy/is_masked": 1.0}),
         quiet=recorded("learner.rejection.kind=geo_mean", figures={"policy/is_masked": 0.0}),
         severity=Severity.STOPS, figure=1.0, says=("learner.rejection.kind=none",),
+    ),
+    Case(
+        rule="idle_replay",
+        fires=recorded(*REPLAYS, "buffer.replay.only=all", figures={"replay/counted_share": 0.0}),
+        quiet=recorded(*REPLAYS, "buffer.replay.only=all", figures={"replay/counted_share": 0.6}),
+        severity=Severity.HARMS, figure=1.0, says=("100 % of the tokens of stored groups", "buffer.replay.only=mixed"),
+    ),
+    Case(
+        rule="missing_replay",
+        fires=recorded(*REPLAYS, figures={"replay/short": 3.0}),
+        quiet=recorded(*REPLAYS, figures={"replay/short": 1.0}),
+        severity=Severity.SLOWS, figure=0.75, says=("of 4 places", "3.0 were filled by fresh ones", "buffer.replay.only=all"),
     ),
     Case(
         rule="stale_groups",

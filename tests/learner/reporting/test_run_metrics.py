@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,36 @@ def test_groups_with_equal_scores_are_counted() -> None:
     figures = History(load_config()).add(TrainBatch(rows=[*batch.rows, *same]), {}, version=0, stats=GenerationStats())
     assert figures["batch/equal_groups"] == pytest.approx(1 / 3)
     assert figures["reward/mean"] == pytest.approx(0.4)
+
+
+def test_stored_groups_have_figures_of_their_own_and_are_in_no_other() -> None:
+    fresh, old = walks(num_groups=2, version=6), walks(num_groups=1, version=4, seed=1)
+    stored = [
+        replace(row, group_id=9, episode_id=f"9-{n}", score=5.0, times_trained=1) for n, row in enumerate(old.rows)
+    ]
+    settings = ["buffer.replay.share=0.5", "buffer.groups_per_step=4"]
+    history = History(load_config(overrides=settings))
+    alone = History(load_config()).add(fresh, {}, version=7, stats=GenerationStats())
+    both = history.add(
+        TrainBatch(rows=[*fresh.rows, *stored]), {"replay/counted_share": 0.25}, version=7, stats=GenerationStats()
+    )
+    apart = {name: both.pop(name) for name in list(both) if name.startswith("replay/")}
+    assert both == alone and both["reward/max"] == 1.0 and both["staleness/mean"] == 1.0
+    assert apart == {
+        "replay/groups": 1.0, "replay/short": 1.0, "replay/age_mean": 3.0, "replay/age_max": 3.0, "replay/counted_share": 0.25,
+        "replay/trained_tokens": float(old.num_trained_tokens),
+    }  # fmt: skip
+    assert (
+        history.add(TrainBatch(rows=[*fresh.rows, *stored]), {}, version=7, stats=GenerationStats())[
+            "replay/counted_share"
+        ]
+        == 0.0
+    )
+    none = history.add(fresh, {}, version=7, stats=GenerationStats())
+    assert {name: value for name, value in none.items() if name.startswith("replay/")} == {
+        "replay/groups": 0.0,
+        "replay/short": 2.0,
+    }
 
 
 def test_a_run_that_goes_on_counts_its_earlier_steps() -> None:

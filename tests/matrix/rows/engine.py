@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from tests.matrix.effects import absent, all_of, always, counted, expect, metric, prints
+from tests.matrix.effects import SAME, absent, all_of, always, counted, expect, metric, prints
 from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 
 HOSTS = "tests/project/cluster/test_run_hosts.py::test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies"
 DEFAULTS = "tests/learner/startup/test_model_defaults.py"
+ELIGIBLE = "tests/buffers/ledger/test_stored_groups.py::test_which_groups_are_eligible"
 SHARES = "tests/mocked_server/vllm/test_engine_arguments.py::test_an_engine_takes_its_share_of_a_card"
 
 
@@ -39,11 +40,34 @@ def rows() -> list[Row]:
         Row("buffer.group_size", "", "batch", all_of(counted("SELECT DISTINCT size FROM grp", 3), always("batch/episodes", 3))),
         Row("buffer.max_policy_lag", "0", "batch", always("staleness/max", 0)),
         Row("buffer.max_policy_lag", "2", lagged, metric("staleness/max", lambda lags: 1 <= max(lags) <= 2)),
+        Row("buffer.replay.share", "", "replayed", _replayed),
+        Row("buffer.replay.oldest", "", "replayed", metric("replay/age_max", lambda ages: 1 <= max(ages) <= 2)),
+        Row("buffer.replay.only", "all", ELIGIBLE),
+        Row("buffer.replay.only", "mixed", ELIGIBLE),
+        Row("buffer.replay.only", "solved", "replayed", _only_solved),
+        Row("buffer.replay.times", "", "replayed", counted("SELECT max(num_trained) FROM grp", 3)),
         Row("buffer.node", "", "no-such-node", prints("error: buffer.node", "nowhere")),
         Row("run.trusted_network", True, "tests/project/cluster/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
         Row("run.trusted_network", False, "tests/project/cluster/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
         Row("buffer.node", "", "tests/project/cluster/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
     ]  # fmt: skip
+
+
+def _replayed(ended: Ended) -> str:
+    """The run's weights are those of its batches, stored groups among them."""
+    from tests.matrix.replay import batches, mean_difference, replay, trained_weights
+
+    stored = [batch.num_stored for batch in batches(ended)]
+    own = mean_difference(replay(ended).weights, trained_weights(ended))
+    seen = f"stored groups of each batch of 4: {stored}; trained again, the weights differ by {own:.0e}"
+    return expect(stored[0] == 0 and max(stored) == 3 and stored == ended.metric("replay/groups") and own < SAME, seen)
+
+
+def _only_solved(ended: Ended) -> str:
+    best = ended.sql(
+        "SELECT max(score) FROM joined JOIN episode USING (group_id) WHERE state = 'scored' GROUP BY group_id"
+    )
+    return expect(best and min(best) > 0, f"best scores of the stored groups: {best}")
 
 
 def _engines_die_and_nothing_is_lost(ended: Ended) -> str:

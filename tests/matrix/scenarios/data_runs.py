@@ -80,6 +80,14 @@ def data_runs() -> list[Run]:
             environment={"VLLM_LOGGING_LEVEL": "INFO"},
         ),
         Run(
+            name="replayed",
+            settings={
+                **PROMPTS, "run.steps": 6, "buffer.groups_per_step": 4, "buffer.max_policy_lag": 0, "buffer.replay.share": 0.75,
+                "buffer.replay.oldest": 2, "buffer.replay.only": "solved", "buffer.replay.times": 3,
+            },
+            files=prompts,
+        ),
+        Run(
             name="mapped",
             settings={
                 **PROMPTS, "data.scorer": "tests.support.scoring.two_judges", "learner.advantage": "gdpo",

@@ -51,6 +51,31 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"roles": {"a": {}, "b": {"url": "http://127.0.0.1:1/v1", "key_variable": "HOME"}}, "agents.environment": ["HOME"]},
         ("roles.b.key_variable", "HOME", "agents.environment"),
     ),
+    "stored groups that nobody asked for": ({"buffer.replay.times": 3}, ("buffer.replay.times", "set buffer.replay.share=0.5")),
+    "a part of a stored group": (
+        {"buffer.replay.share": 0.3}, ("buffer.replay.share", "0.3 of buffer.groups_per_step=2", "0.5 or more"),
+    ),
+    "stored groups of one": (
+        {"buffer.replay.share": 0.5, "buffer.group_size": 1, "learner.advantage": "gae", "learner.critic": "shared"},
+        ("buffer.replay.share", "buffer.group_size=1", "set buffer.replay.only=all"),
+    ),
+    "stored groups without a correction": (
+        {"buffer.replay.share": 0.5, "learner.correction": "none"}, ("buffer.replay.share", "set learner.correction=tis"),
+    ),
+    "stored groups of another policy": (
+        {"buffer.replay.share": 0.5, "learner.advantage": "opo"}, ("buffer.replay.share", "got learner.advantage=opo"),
+    ),
+    "stored groups that hints teach": (
+        {"buffer.replay.share": 0.5, "learner.hints.coef": 0.5}, ("buffer.replay.share", "got learner.hints.coef=0.5"),
+    ),
+    "stored groups beside an adapter for each role": (
+        {"buffer.replay.share": 0.5, "learner.lora": {"rank": 4, "per_role": True}, "roles": {"a": {}}},
+        ("buffer.replay.share", "got learner.lora.per_role=true"),
+    ),
+    "stored groups of demonstrations": (
+        {"buffer.replay.share": 0.5, "learner.stage": "sft", "sft.demonstrations": "x.jsonl"},
+        ("buffer.replay.share", "got learner.stage=sft"),
+    ),
     "a group of one": ({"buffer.group_size": 1}, ("buffer.group_size", ">= 2", "got 1")),
     "dapo with a group of one": (
         {"data.reward_manager": "dapo", "learner.advantage": "gae", "learner.critic": "shared", "buffer.group_size": 1},
