@@ -7,11 +7,14 @@ the mean; null where one never got there. `steps` end with the first step at whi
 
 - `sft_then_rl_steps_ratio`: the demo after SFT on 200 solved sessions that an earlier run of it played, exported as chat messages
   and imported, over the demo, which begins with as many updates on random play.
-- `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints from what the environment says, beside the demo's advantages, and as the
-  recipe, without advantages, over no hints. `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that
-  without. All on `ToldWalk`, with a policy that has learned to read (`reader_traces`): a random model cannot.
+- `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints in the environment's words (which letter is which direction), beside the
+  demo's advantages, and as the recipe, without advantages, over no hints. All three begin with a policy that has learned to read
+  (`reader_traces`): a random model cannot.
+- `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
+  move which letter was asked for (`ToldWalk`).
 - `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
   scored, over drawn evenly; GRPO.
+- `replay_episodes_ratio`: episodes that the demo played until then with half of each batch stored groups, over without.
 - `judge_agreement`: SmolLM2-135M ranks its own answers to sums, whose truth is known. `judge_agreement_scripted`: a scripted judge
   that takes a tenth of what it sees for its opposite ranks the tiny model's. Of the pairs that the truth tells apart, the share
   that the judge puts in that order, a tie for half.
@@ -31,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import mean
@@ -47,8 +50,7 @@ from buffers.tasks.parquet import write_tasks
 from env_adapters import smollm2
 from env_adapters.adapter import Message, user
 from env_adapters.adapter import task_of as record_of
-from env_adapters.walk.game import KEYS, NAMES, RULES, WalkEnv, WalkGame, walk_tasks
-from learner.training.hints import SAID
+from env_adapters.walk.game import KEYS, NAMES, RULES, WalkEnv, WalkGame, walk_tasks, walk_traces
 
 SESSIONS = 200
 """Imported sessions that SFT learns."""
@@ -61,23 +63,36 @@ CLI = [sys.executable, "-c", "import sys; from learner.cli import main; sys.exit
 Lines = Sequence[Mapping[str, Any]]
 
 
-# The walk with words: after each move the environment says which letter was asked for.
+# The walk with words: for hints, the letters in each task's hint; for ECHO, what the environment says after each move.
+
+
+def letters_told(letters: Mapping[str, str]) -> str:
+    """What a player of the walk would like to know; `letters`: of each key the letter that presses it."""
+    return " ".join(f"The key for {NAMES[key]} is {letter}." for key, letter in letters.items())
+
+
+def reader_traces(number: int, *, seed: int) -> Iterator[list[Message]]:
+    """Conversations from which a model learns to read, and hardly to play. Half are the demo's traces. In the others letters mean
+    other directions each time, a hint says which, and the letters that follow it are learned. Moves at random between them are
+    not: who reads about the policy's play will meet such."""
+    draw = random.Random(f"reader traces {seed}")
+    yield from walk_traces(number // 2, seed=seed)
+    for messages in walk_traces(number // 2, seed=seed + 1, helpful=0.5):
+        letters = dict(zip(KEYS, draw.sample(list(KEYS), len(KEYS)), strict=True))
+        for asked, answer in zip(messages[1::2], messages[2::2], strict=True):
+            follows = asked["content"].endswith(f" {NAMES[answer['content']]}.")
+            answer |= {"content": letters[answer["content"]], "weight": int(follows)}
+        yield [*messages[:2], user(letters_told(letters)), *messages[2:]]
 
 
 class ToldGame(WalkGame):
-    """`letters`: the letter for each of `KEYS`; None: the demo's own."""
-
-    def __init__(self, task: Task, *, letters: Mapping[str, str] | None = None) -> None:
-        self.letters = letters or dict(zip(KEYS, KEYS, strict=True))
-        self._keys = {letter: key for key, letter in self.letters.items()}
-        super().__init__(task)
+    """Says after each move which letter was asked for."""
 
     def step(self, text: str) -> tuple[str, bool, float | None]:
         wanted, pressed = self.hinted_key, text.strip().lower()
-        observation, done, score = super().step(self._keys.get(pressed, "-"))
+        observation, done, score = super().step(text)
         if not done:
-            letter = self.letters[wanted]
-            observation = f"{'Yes' if pressed == letter else 'No'}, {NAMES[wanted]} is {letter}. {observation}"
+            observation = f"{'Yes' if pressed == wanted else 'No'}, {NAMES[wanted]} is {wanted}. {observation}"
         return observation, done, score
 
 
@@ -89,36 +104,17 @@ class ToldWalk(WalkEnv):
         return self._game.reset()
 
 
-def reader_traces(number: int, *, seed: int) -> Iterator[list[Message]]:
-    """Conversations from which a model learns to read, and hardly to play. Half are the demo's traces, with words. The others begin
-    with what was said in an earlier try, in which letters mean other directions each time, and the letters that stand there are
-    learned. Moves at random between them are not: who reads about the policy's play will meet such."""
-    draw = random.Random(f"reader traces {seed}")
-    for index, task in enumerate(walk_tasks(number, seed=seed + 1)):
-        if index % 2:
-            yield _played(ToldGame(task), dict(zip(KEYS, KEYS, strict=True)), draw=draw, share=0.1)
-            continue
-        game = ToldGame(task, letters=dict(zip(KEYS, draw.sample(list(KEYS), len(KEYS)), strict=True)))
-        said = [each["content"] for each in _played(game, {}, draw=draw)[2:] if each["role"] == "user"]
-        told = dict(re.findall(r", (\w+) is (\w)\.", " ".join(said)))
-        known = {key: told[name] for key, name in NAMES.items() if name in told}
-        messages = _played(game, known, draw=draw, share=0.5)
-        for message, before in zip(messages[2::2], messages[1::2], strict=False):
-            asked = str(before["content"]).rpartition("The exit is ")[2].rstrip(".")
-            message["weight"] = int(told.get(asked) == message["content"])
-        if said and any(message.get("weight") for message in messages):
-            yield [*messages[:2], user(SAID + "\n".join(said)), *messages[2:]]
-
-
-def _played(game: ToldGame, known: Mapping[str, str], *, draw: random.Random, share: float = 1.0) -> list[Message]:
-    """An episode in which this share of the moves follows what is known of the letters; the others are at random."""
-    messages, done = game.reset(), False
-    while not done:
-        answer = known.get(game.hinted_key) if draw.random() < share else None
-        messages.append({"role": "assistant", "content": answer or draw.choice(list(KEYS))})
-        observation, done, _ = game.step(messages[-1]["content"])
-        messages += [] if done else [user(observation)]
-    return messages
+def told_traces(number: int, *, seed: int) -> Iterator[list[Message]]:
+    """The demo's traces, with the words."""
+    draw = random.Random(f"told traces {seed}")
+    for task in walk_tasks(number, seed=seed + 1):
+        game = ToldGame(task)
+        messages, done = game.reset(), False
+        while not done:
+            answer = game.hinted_key if draw.random() < 0.1 else draw.choice(list(KEYS))
+            observation, done, _ = game.step(answer)
+            messages += [{"role": "assistant", "content": answer}, *([] if done else [user(observation)])]
+        yield messages
 
 
 # What a pair of runs needs before it starts.
@@ -156,14 +152,26 @@ def imported_sessions(runs: Runs) -> list[str]:
     return [f"sft.demonstrations={demonstrations}"]
 
 
-def told_walk(runs: Runs) -> list[str]:
-    """A policy that can read, and the game with words."""
-    traces, loops, name = runs.folder / "reader.jsonl", runs.folder / "told.yaml", f"reader-{runs.seed}"
-    traces.write_text("".join(json.dumps({"messages": each}) + "\n" for each in reader_traces(4000, seed=runs.seed)))
-    loops.write_text("- {name: env_agent, env: benchmarks.data.ToldWalk, max_steps: 8, deadline_s: 20}\n")
+def read_walk(runs: Runs) -> list[str]:
+    """A policy that can read, and the demo's tasks with a hint each."""
+    traces, tasks, name = runs.folder / "reader.jsonl", runs.folder / "hinted.parquet", f"reader-{runs.seed}"
+    _write_lines(traces, reader_traces(4000, seed=runs.seed))
+    hint = {"hint": letters_told(dict(zip(KEYS, KEYS, strict=True)))}
+    write_tasks(tasks, [replace(task, extra_info=task.extra_info | hint) for task in walk_tasks(4000, seed=0)])
     runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=400", config="sft")
-    weights = runs.folder / name / "last"
-    return [f"model.path={weights}", "sft.demonstrations=", f"agents.loops={loops}"]
+    return [f"model.path={runs.folder / name / 'last'}", "sft.demonstrations=", f"data.tasks={tasks}"]
+
+
+def told_walk(runs: Runs) -> list[str]:
+    """The demo's game and traces with words."""
+    traces, loops = runs.folder / "told.jsonl", runs.folder / "told.yaml"
+    _write_lines(traces, told_traces(800, seed=runs.seed))
+    loops.write_text("- {name: env_agent, env: benchmarks.data.ToldWalk, max_steps: 8, deadline_s: 20}\n")
+    return [f"sft.demonstrations={traces}", f"agents.loops={loops}"]
+
+
+def _write_lines(path: Path, traces: Iterator[list[Message]]) -> None:
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in traces), encoding="utf-8")
 
 
 def mixed_tasks(runs: Runs) -> list[str]:
@@ -185,6 +193,13 @@ def mixed_tasks(runs: Runs) -> list[str]:
 
 def steps_to(lines: Lines) -> float | None:
     return solved_at([line["reward/mean"] for line in lines if "reward/mean" in line], target=TARGET)
+
+
+def episodes_to(lines: Lines) -> float | None:
+    """Of the steps until then, those that were played."""
+    last = steps_to(lines)
+    steps = [line for line in lines if "reward/mean" in line]
+    return None if last is None else float(sum(line["batch/episodes"] for line in steps[: int(last)]))
 
 
 def tokens_to(lines: Lines) -> float | None:
@@ -215,11 +230,10 @@ CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every
 COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
-        first="told", config="walk_env", made=told_walk, target=0.7,
-        other=["learner.hints.coef=1.0", "learner.hints.sources=[said]"],
+        first="reader_alone", made=read_walk, other=["learner.hints.coef=1.0", "learner.hints.sources=[hint]"], target=0.7,
     ),
     "sdpo_alone_steps_ratio": Comparison(
-        first="told", config="walk_env", made=told_walk, other=["learner.recipe=sdpo", "learner.hints.sources=[said]"],
+        first="reader_alone", made=read_walk, other=["learner.recipe=sdpo", "learner.hints.sources=[hint]"],
     ),
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
@@ -227,6 +241,9 @@ COMPARISONS = {
     ),
     "curriculum_pass_rate_tokens_ratio": Comparison(
         first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to,
+    ),
+    "replay_episodes_ratio": Comparison(
+        first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8,
     ),
 }  # fmt: skip
 

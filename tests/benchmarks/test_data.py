@@ -15,7 +15,6 @@ from benchmarks.data import COMPARISONS, Runs, ToldGame, compared, reader_traces
 from benchmarks.reference_losses import largest_difference
 from env_adapters.walk.game import KEYS, NAMES, walk_tasks
 from learner.algorithms import objectives
-from learner.training.hints import SAID
 
 
 def lines_of(rewards: list[float], **more: float) -> list[dict[str, float]]:
@@ -32,11 +31,11 @@ def test_the_second_run_has_what_the_comparison_names_and_nothing_else(
         return lines_of([0.0] * (0 if name.startswith("echo") else 5) + [1.0] * 5)
 
     monkeypatch.setattr(Runs, "play", fake)
-    monkeypatch.setattr(data, "write_traces", lambda *_: None)
+    monkeypatch.setattr(data, "told_traces", lambda *_, **__: iter([]))
     found = compared("echo_steps_ratio", Runs(folder=tmp_path, seed=3, steps=20))
     first, second = played["told-3"], played["echo_steps_ratio-3"]
     assert second == (*first, "learner.echo.user=0.1")
-    assert first[0] == "walk_env" and f"model.path={tmp_path / 'reader-3' / 'last'}" in first
+    assert first[0] == "walk_env" and f"agents.loops={tmp_path / 'told.yaml'}" in first
     assert found["echo_steps_ratio"] == 5 / 10 and found["echo_steps_ratio_of"] == [10, 5]
     assert found["echo_effect"] == 0.5
 
@@ -53,6 +52,17 @@ def test_tokens_are_those_of_the_steps_up_to_the_validation_that_was_good_enough
     assert tokens_to(lines) is None
     lines.append({"step": 6.0, "val/step": 4.0, "val/mean": 0.95})
     assert tokens_to(lines) == 40.0
+
+
+def test_episodes_are_those_that_were_played_before_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(self: Runs, name: str, *settings: str, config: str) -> list[dict[str, float]]:
+        return lines_of(
+            [0.0] * 3 + [1.0] * 9, **{"batch/episodes": 32.0 if settings[-1].startswith("buffer") else 64.0}
+        )
+
+    monkeypatch.setattr(Runs, "play", fake)
+    found = compared("replay_episodes_ratio", Runs(folder=tmp_path, seed=0))
+    assert found["replay_episodes_ratio"] == 0.5 and found["replay_episodes_ratio_of"] == [8 * 64.0, 8 * 32.0]
 
 
 def test_each_seed_is_kept_and_the_mean_is_null_where_one_has_no_figure(
@@ -74,36 +84,31 @@ def test_sessions_are_counted_from_a_real_import(tmp_path: Path) -> None:
 
 
 def test_the_words_say_which_letter_the_hinted_move_was() -> None:
-    letters = dict(zip(KEYS, "dwas", strict=True))
-    game = ToldGame(walk_tasks(1, seed=5)[0], letters=letters)
+    game = ToldGame(walk_tasks(1, seed=5)[0])
     wanted = game.hinted_key
-    wrong = next(letter for letter in KEYS if letter != letters[wanted])
-    told, _, _ = game.step(wrong)
-    assert told.startswith(f"No, {NAMES[wanted]} is {letters[wanted]}. The exit is ")
+    told, _, _ = game.step(next(letter for letter in KEYS if letter != wanted))
+    assert told.startswith(f"No, {NAMES[wanted]} is {wanted}. The exit is ")
     done, score = False, None
     while not done:
         wanted = game.hinted_key
-        told, done, score = game.step(letters[wanted])
-        assert done or told.startswith(f"Yes, {NAMES[wanted]} is {letters[wanted]}. ")
+        told, done, score = game.step(wanted)
+        assert done or told.startswith(f"Yes, {NAMES[wanted]} is {wanted}. ")
     assert score == 1.0
 
 
-def test_half_of_the_readers_conversations_begin_with_words_of_which_only_what_follows_them_is_learned() -> None:
+def test_half_of_the_readers_conversations_have_a_hint_of_which_only_what_follows_it_is_learned() -> None:
     traces = list(reader_traces(60, seed=0))
-    read = [trace for trace in traces if trace[2]["role"] == "user"]
-    assert 20 < len(read) <= 30
-    assert all("weight" not in message for trace in traces if trace not in read for message in trace)
-    learned = 0
-    for trace in read:
-        words = trace[2]["content"]
-        assert words.startswith(SAID)
-        told = dict(re.findall(r", (\w+) is (\w)\.", words))
+    assert all("weight" not in message for trace in traces[:30] for message in trace)
+    learned, mappings = 0, set()
+    for trace in traces[30:]:
+        told = dict(re.findall(r"The key for (\w+) is (\w)\.", trace[2]["content"]))
+        mappings.add(tuple(told.values()))
         turns = [*trace[:2], *trace[3:]]
         for asked, answer in zip(turns[1::2], turns[2::2], strict=True):
             direction = asked["content"].rpartition("The exit is ")[2].rstrip(".")
-            assert answer["weight"] == (told.get(direction) == answer["content"])
+            assert answer["weight"] == (told[direction] == answer["content"])
             learned += answer["weight"]
-    assert learned > len(read)
+    assert learned > 30 and len(mappings) > 10
 
 
 @pytest.mark.parametrize("errs", [0.0, 1.0])
