@@ -7,8 +7,8 @@ the mean; null where one never got there. `steps` end with the first step at whi
 
 - `sft_then_rl_steps_ratio`: the demo after SFT on 200 solved sessions that an earlier run of it played, exported as chat messages
   and imported, over the demo, which begins with as many updates on random play.
-- `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints in the environment's words (which letter is which direction), beside the
-  demo's advantages, and as the recipe, without advantages, over no hints. All three begin with a policy that has learned to read
+- `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints in the environment's words (how the keys are), beside the demo's advantages,
+  and as the recipe, without advantages, over no hints. All three begin with a policy that has learned to read
   (`reader_traces`): a random model cannot.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
@@ -66,23 +66,21 @@ Lines = Sequence[Mapping[str, Any]]
 # The walk with words: for hints, the letters in each task's hint; for ECHO, what the environment says after each move.
 
 
-def letters_told(letters: Mapping[str, str]) -> str:
-    """What a player of the walk would like to know; `letters`: of each key the letter that presses it."""
-    return " ".join(f"The key for {NAMES[key]} is {letter}." for key, letter in letters.items())
+MIRRORED = dict(zip("wasd", "sdwa", strict=True))
+AS_USUAL, TURNED = "The keys are as usual.", "The keys are turned round."
 
 
 def reader_traces(number: int, *, seed: int) -> Iterator[list[Message]]:
-    """Conversations from which a model learns to read, and hardly to play. Half are the demo's traces. In the others letters mean
-    other directions each time, a hint says which, and the letters that follow it are learned. Moves at random between them are
-    not: who reads about the policy's play will meet such."""
-    draw = random.Random(f"reader traces {seed}")
+    """Conversations from which a model learns to read, and hardly to play. Half are the demo's traces. The others have a hint how
+    the keys are, by which each letter means its own direction or the opposite one, and the letters that follow it are learned.
+    Moves at random between them are not: who reads about the policy's play will meet such."""
     yield from walk_traces(number // 2, seed=seed)
-    for messages in walk_traces(number // 2, seed=seed + 1, helpful=0.5):
-        letters = dict(zip(KEYS, draw.sample(list(KEYS), len(KEYS)), strict=True))
+    for index, messages in enumerate(walk_traces(number // 2, seed=seed + 1, helpful=0.5)):
         for asked, answer in zip(messages[1::2], messages[2::2], strict=True):
-            follows = asked["content"].endswith(f" {NAMES[answer['content']]}.")
-            answer |= {"content": letters[answer["content"]], "weight": int(follows)}
-        yield [*messages[:2], user(letters_told(letters)), *messages[2:]]
+            key = answer["content"]
+            follows = asked["content"].endswith(f" {NAMES[key]}.")
+            answer |= {"content": MIRRORED[key] if index % 2 else key, "weight": int(follows)}
+        yield [*messages[:2], user(TURNED if index % 2 else AS_USUAL), *messages[2:]]
 
 
 class ToldGame(WalkGame):
@@ -156,9 +154,10 @@ def read_walk(runs: Runs) -> list[str]:
     """A policy that can read, and the demo's tasks with a hint each."""
     traces, tasks, name = runs.folder / "reader.jsonl", runs.folder / "hinted.parquet", f"reader-{runs.seed}"
     _write_lines(traces, reader_traces(4000, seed=runs.seed))
-    hint = {"hint": letters_told(dict(zip(KEYS, KEYS, strict=True)))}
-    write_tasks(tasks, [replace(task, extra_info=task.extra_info | hint) for task in walk_tasks(4000, seed=0)])
-    runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=400", config="sft")
+    write_tasks(
+        tasks, [replace(task, extra_info=task.extra_info | {"hint": AS_USUAL}) for task in walk_tasks(4000, seed=0)]
+    )
+    runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=240", config="sft")
     return [f"model.path={runs.folder / name / 'last'}", "sft.demonstrations=", f"data.tasks={tasks}"]
 
 
