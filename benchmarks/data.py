@@ -9,7 +9,7 @@ the mean; null where one never got there. `steps` end with the first step at whi
   and imported, over the demo, which begins with as many updates on random play.
 - `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints in the environment's words (how the keys are), beside the demo's advantages,
   and as the recipe, without advantages, over no hints. All three begin with a policy that has learned to read
-  (`reader_traces`): a random model cannot.
+  (`reader_traces`): a random model cannot. `sdpo_far_steps_ratio`: the first on tasks that chance hardly solves.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
 - `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import mean
@@ -150,13 +151,18 @@ def imported_sessions(runs: Runs) -> list[str]:
     return [f"sft.demonstrations={demonstrations}"]
 
 
-def read_walk(runs: Runs) -> list[str]:
-    """A policy that can read, and the demo's tasks with a hint each."""
-    traces, tasks, name = runs.folder / "reader.jsonl", runs.folder / "hinted.parquet", f"reader-{runs.seed}"
+def _distance(task: Task) -> int:
+    start, end = task.extra_info["start"], task.ground_truth["exit"]
+    return sum(abs(one - other) for one, other in zip(start, end, strict=True))
+
+
+def read_walk(runs: Runs, *, nearest: int = 1) -> list[str]:
+    """A policy that can read, and those of the demo's tasks whose exit is no nearer, each with a hint."""
+    traces, name = runs.folder / "reader.jsonl", f"reader-{runs.seed}"
+    tasks = runs.folder / f"hinted-{nearest}.parquet"
     _write_lines(traces, reader_traces(4000, seed=runs.seed))
-    write_tasks(
-        tasks, [replace(task, extra_info=task.extra_info | {"hint": AS_USUAL}) for task in walk_tasks(4000, seed=0)]
-    )
+    chosen = [task for task in walk_tasks(4000, seed=0) if _distance(task) >= nearest]
+    write_tasks(tasks, [replace(task, extra_info=task.extra_info | {"hint": AS_USUAL}) for task in chosen])
     runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=240", config="sft")
     return [f"model.path={runs.folder / name / 'last'}", "sft.demonstrations=", f"data.tasks={tasks}"]
 
@@ -179,8 +185,7 @@ def mixed_tasks(runs: Runs) -> list[str]:
     for name, seed in (("train", 100 + runs.seed), ("held_out", 200 + runs.seed)):
         near, far = list[Task](), list[Task]()
         for task in walk_tasks(4000, seed=seed):
-            start, end = task.extra_info["start"], task.ground_truth["exit"]
-            steps = sum(abs(one - other) for one, other in zip(start, end, strict=True))
+            steps = _distance(task)
             (near if steps == 1 else far if steps >= 6 else []).append(task)
         files[name] = runs.folder / f"{name}-{runs.seed}.parquet"
         write_tasks(files[name], near[:NEAR] + far[:FAR])
@@ -229,17 +234,21 @@ CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every
 COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
-        first="reader_alone", made=read_walk, other=["learner.hints.coef=1.0", "learner.hints.sources=[hint]"], target=0.7,
+        first="reader_alone", made=read_walk, other=["learner.hints.coef=1.0"], target=0.7,
+    ),
+    "sdpo_far_steps_ratio": Comparison(
+        first="reader_far", made=partial(read_walk, nearest=5), other=["learner.hints.coef=1.0"], steps=80,
     ),
     "sdpo_alone_steps_ratio": Comparison(
         first="reader_alone", made=read_walk, other=["learner.recipe=sdpo", "learner.hints.sources=[hint]"],
     ),
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
-        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8,
+        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8, steps=80,
     ),
     "curriculum_pass_rate_tokens_ratio": Comparison(
         first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to,
+        steps=80,
     ),
     "replay_episodes_ratio": Comparison(
         first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8,
