@@ -350,7 +350,7 @@ def judged(runs: Runs, data: Path) -> dict[str, Any]:
     made = smollm2.make(data)
     small = runs.play(
         f"smollm2-{runs.seed}", *RANKED, f"model.path={made / smollm2.MODEL}", f"data.tasks={made / 'train.parquet'}",
-        "data.validation.tasks=", "data.judge={mode: ranking, truth: gsm8k_flexible, max_tokens: 64}",
+        "data.validation.tasks=", "data.judge={mode: ranking, truth: gsm8k_flexible}",
         "roles={player: {}, judge: {frozen: 0}}", "buffer.groups_per_step=16", "buffer.group_size=4",
         "rollout.max_model_len=1024", f"run.steps={runs.steps or 2}", config="smollm2",
     )  # fmt: skip
