@@ -135,7 +135,7 @@ def read_rounds(db: sqlite3.Connection, episode_id: str) -> list[Round]:
     for index, parent, reason, body, memo, trained, role in found:
         round_ = replace(
             _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
-            trained=None if trained is None else np.frombuffer(trained, np.uint8),
+            trained=None if trained is None or body == FORGOTTEN else np.frombuffer(trained, np.uint8),
             role=role,
         )
         if round_.trained is not None and len(round_.trained) != len(round_.sampled_ids):

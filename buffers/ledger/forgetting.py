@@ -102,7 +102,8 @@ def _forget(db: sqlite3.Connection, *, episode_id: str) -> Forgotten:
         (episode_id,),
     ).fetchone()
     db.execute(
-        "UPDATE round SET body = ?, memo = NULL, trained = NULL WHERE episode_id = ? AND length(body) > 0",
+        "UPDATE round SET body = ?1, memo = NULL, trained = iif("
+        "(SELECT is_watched FROM session WHERE session.episode_id = ?2), trained, NULL) WHERE episode_id = ?2 AND length(body) > 0",
         (FORGOTTEN, episode_id),
     )
     words = db.execute("UPDATE score SET hint = NULL WHERE episode_id = ? AND hint IS NOT NULL", (episode_id,)).rowcount

@@ -3,9 +3,7 @@ what is recorded, what is learned, and what never is."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -468,16 +466,18 @@ def _response() -> Response:
     )
 
 
-def test_what_is_measured_beside_the_way(live: Live, url: str) -> None:
-    """No figure is judged: it is printed, for docs/live.md."""
-    body = {"model": "m", "messages": HELLO}
-    took: dict[str, list[float]] = {"through": [], "straight": []}
-    with httpx.Client() as straight, live.http(live.key) as through:
-        for _ in range(60):
-            for name, client, root in (("straight", straight, url), ("through", through, f"{live.server.base_url}/v1")):
-                began = time.perf_counter()
-                client.post(f"{root}/chat/completions", json=body).raise_for_status()
-                took[name].append(time.perf_counter() - began)
-    median = {name: sorted(each)[len(each) // 2] for name, each in took.items()}
-    print(f"upstream_overhead_ms={1e3 * (median['through'] - median['straight']):.2f}")
-    assert asyncio.iscoroutinefunction(live.watching.answer)
+def test_what_was_watched_is_forgotten_with_its_session(live: Live) -> None:
+    client = live.openai()
+    for name in ("apple", "pear", "plum"):
+        client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": name}], extra_headers={"x-session-id": name}
+        )
+        if name != "plum":  # which lies in a file of its own until it is silent
+            assert len(live.demonstrations(1 + (name == "pear"))) == 1 + (name == "pear")
+    sessions = live.server.sessions
+    assert sessions is not None
+    for name in ("apple", "plum"):
+        live.call(sessions.forget(session=name))
+    held = [path for path in live.run.rglob("*.jsonl") if "apple" in path.read_text() or "plum" in path.read_text()]
+    assert held == []
+    assert [line["messages"][0]["content"] for line in live.demonstrations(1)] == ["pear"]
