@@ -92,6 +92,15 @@ def until(holds, live: Live) -> None:
         time.sleep(0.1)
 
 
+def clients_of(live: Live, keys: dict[str, str]) -> dict[str, openai.OpenAI]:
+    return {name: openai.OpenAI(base_url=f"{live.url}/v1", api_key=key) for name, key in keys.items()}
+
+
+def close(clients: dict[str, openai.OpenAI]) -> None:
+    for client in clients.values():
+        client.close()
+
+
 def ask(client: openai.OpenAI, text: str, **more):
     return client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}], **more)
 
@@ -102,7 +111,7 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     live = Live(tmp_path)
     keys = {name: live.command("serve", "keys", "add", name, *live.words).strip() for name in ("ann", "bob")}
     process = live.start()
-    clients = {name: openai.OpenAI(base_url=f"{live.url}/v1", api_key=key) for name, key in keys.items()}
+    clients = clients_of(live, keys)
 
     def use() -> bool:
         for name, client in clients.items():
@@ -134,5 +143,7 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
         "feedback", str(live.folder), "--session", "mine", "--score", "1", "--text", "Good."
     )
     steps = len(live.steps)
-    clients = {name: openai.OpenAI(base_url=f"{live.url}/v1", api_key=key) for name, key in keys.items()}
+    close(clients)
+    clients = clients_of(live, keys)
     until(lambda: use() and len(live.steps) > steps, live)
+    close(clients)
