@@ -26,7 +26,7 @@ _NOTHING = RoundBody(
     tail_ids=np.zeros(0, np.int32), sampled_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
 )  # fmt: skip
-_HAS_FORGOTTEN = "SELECT 1 FROM episode JOIN round USING (episode_id) WHERE group_id = ? AND length(body) = 0 LIMIT 1"
+_HAS_FORGOTTEN = "SELECT 1 FROM episode JOIN round USING (episode_id) WHERE group_id = ? AND body = ? LIMIT 1"
 
 
 @operation(transient=True)
@@ -46,7 +46,7 @@ def claim(
         # Tokens may have been left out since they were counted.
         stale = [group_id for group_id in ready if not _is_fresh(rows[group_id], min_version=min_version)]
         # A group that is given back may have been forgotten since it was trained.
-        forgotten = [group_id for group_id in group_ids if db.execute(_HAS_FORGOTTEN, (group_id,)).fetchone()]
+        forgotten = [group_id for group_id in group_ids if db.execute(_HAS_FORGOTTEN, (group_id, FORGOTTEN)).fetchone()]
         if not stale and not forgotten:
             break
         for group_id in {*stale, *forgotten}:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.encode import decode
+from buffers.ledger.encode import FORGOTTEN, decode
 from buffers.ledger.reader import LedgerReader, counts
 from buffers.ledger.schema import is_owned
 from buffers.training_rows import CUT
@@ -65,7 +65,8 @@ def findings(db: sqlite3.Connection) -> list[str]:
 
 def _checksums(db: sqlite3.Connection) -> list[str]:
     lines = []
-    for episode_id, index, body in db.execute("SELECT episode_id, round_index, body FROM round WHERE length(body) > 0"):
+    found = db.execute("SELECT episode_id, round_index, body FROM round WHERE body != ?", (FORGOTTEN,))
+    for episode_id, index, body in found:
         try:
             decode(body)
         except UnderstudyError as error:

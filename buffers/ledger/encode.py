@@ -132,7 +132,7 @@ def body_of(round_: Round) -> RoundBody:
 #
 # Experts are not compressed: of 8 among 128, zlib saves an eighth.
 
-FORGOTTEN = b""
+FORGOTTEN = b"forgotten"
 """Takes the place of a body that was forgotten."""
 MAGIC = b"USRB"
 FORMAT_VERSION, WITH_EXPERTS = 2, 3

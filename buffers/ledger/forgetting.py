@@ -98,12 +98,12 @@ def _forget(db: sqlite3.Connection, *, episode_id: str) -> Forgotten:
     ).fetchall()
     rounds, tokens, num_bytes = db.execute(
         "SELECT count(*), coalesce(sum(num_sampled), 0), coalesce(sum(length(body) + coalesce(length(memo), 0)), 0) "
-        "FROM round WHERE episode_id = ? AND length(body) > 0",
-        (episode_id,),
+        "FROM round WHERE episode_id = ? AND body != ?",
+        (episode_id, FORGOTTEN),
     ).fetchone()
     db.execute(
         "UPDATE round SET body = ?1, memo = NULL, trained = iif("
-        "(SELECT is_watched FROM session WHERE session.episode_id = ?2), trained, NULL) WHERE episode_id = ?2 AND length(body) > 0",
+        "(SELECT is_watched FROM session WHERE session.episode_id = ?2), trained, NULL) WHERE episode_id = ?2 AND body != ?1",
         (FORGOTTEN, episode_id),
     )
     words = db.execute("UPDATE score SET hint = NULL WHERE episode_id = ? AND hint IS NOT NULL", (episode_id,)).rowcount

@@ -47,7 +47,9 @@ class AdvantageInputs:
     min_deviation: float
     """Least deviation that whitening divides by, in units of `scale`."""
     baselines: Tensor | None = None
-    """[U] score of the unit's group under greedy sampling (`remax`), or of its user's sessions before (`reinforce_plus_plus`)."""
+    """[U] score of the unit's group under greedy sampling (`remax`)."""
+    earlier: Tensor | None = None
+    """[U] mean score of its user's sessions before (`reinforce_plus_plus`); None: the batch's own mean counts."""
     judges: Tensor | None = None
     """[U, J] score of each judge, nan where it gave none (`gdpo`); None: the score is of one judge."""
     roles: Tensor | None = None
@@ -193,8 +195,8 @@ def _reinforce_plus_plus(evidence: AdvantageInputs) -> Estimate:
     unit has a baseline of earlier ones, that is taken off, and the batch's root mean square is the size: a batch in which all fare
     worse than before says so."""
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
-    if evidence.baselines is not None:
-        centred = torch.where(evidence.mask, to_go - evidence.baselines[evidence.units][:, None], 0.0)
+    if evidence.earlier is not None:
+        centred = torch.where(evidence.mask, to_go - evidence.earlier[evidence.units][:, None], 0.0)
         size = (centred.square() * evidence.weights).sum() / evidence.weights.sum().clamp(min=1e-12)
         return Estimate(
             advantages=centred / size.sqrt().clamp(min=evidence.min_deviation * evidence.scale + 1e-8),

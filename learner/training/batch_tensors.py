@@ -69,6 +69,8 @@ class BatchTensors:
     """[U] int64: with roles, those of one group and role."""
     roles: Tensor | None
     """[N] int64 role of each row; None: all rows are of one."""
+    earlier: Tensor | None
+    """[U] what the sessions of the unit's user scored before; None: not of all."""
     baselines: Tensor | None
     """[U] float32 mean greedy score of the unit's group; None unless every group has a greedy episode."""
     judges: Tensor | None
@@ -152,6 +154,7 @@ def token_table(
         groups=groups,
         roles=torch.from_numpy(roles) if roles.any() else None,
         baselines=_baselines(batch.rows, rows, units=units),
+        earlier=_earlier(rows, units=units),
         judges=_judges(rows, units=units),
         slots=torch.from_numpy(np.arange(sequences.counts.max()) < sequences.counts[:, None]),
         rows=torch.from_numpy(owners),
@@ -244,18 +247,21 @@ def _judges(rows: list[Row], *, units: Tensor) -> Tensor | None:
     return table
 
 
-def _baselines(everything: list[Row], rows: list[Row], *, units: Tensor) -> Tensor | None:
-    """The greedy score of each unit's group and role, or what its user's sessions scored before; None when one lacks it.
-    `everything`: the trained rows and the greedy."""
+def _earlier(rows: list[Row], *, units: Tensor) -> Tensor | None:
+    """What the sessions of each unit's user scored before, or None when one has none."""
     firsts = [rows[line] for line in np.unique(units.numpy(), return_index=True)[1]]
     before = [row.baseline for row in firsts if row.baseline is not None]
-    if len(before) == len(firsts):
-        return torch.tensor(before, dtype=torch.float32)
+    return torch.tensor(before, dtype=torch.float32) if len(before) == len(firsts) else None
+
+
+def _baselines(everything: list[Row], rows: list[Row], *, units: Tensor) -> Tensor | None:
+    """The greedy score of each unit's group and role, or None when one lacks it. `everything`: the trained rows and the greedy."""
     greedy: dict[tuple[int, str], dict[str, float]] = {}
     for row in everything:
         if row.greedy:
             score = row.score if row.role_score is None else row.role_score
             greedy.setdefault((row.group_id, row.role), {})[row.episode_id] = score
+    firsts = [rows[line] for line in np.unique(units.numpy(), return_index=True)[1]]
     if not {(row.group_id, row.role) for row in firsts} <= greedy.keys():
         return None
     means = {of: sum(scores.values()) / len(scores) for of, scores in greedy.items()}

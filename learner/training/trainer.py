@@ -732,6 +732,7 @@ class Trainer:
             scale=1.0,
             min_deviation=self._config.min_deviation,
             baselines=table.baselines,
+            earlier=table.earlier,
             judges=table.judges,
             roles=table.roles,
             energy=table.padded(before.energy) if self._estimator.needs_energy else None,

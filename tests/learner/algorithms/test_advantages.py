@@ -539,3 +539,13 @@ def test_a_role_of_rows_of_different_length_is_whitened_by_its_tokens() -> None:
     )
     torch.testing.assert_close(apart, together)
     assert together.any()
+
+
+def test_a_batch_that_fares_worse_than_its_users_did_before_says_so() -> None:
+    """Whitened, it would say nothing."""
+    worse = _evidence(scores=torch.tensor([0.0, 0.0]), earlier=torch.tensor([0.5, 0.5]))
+    found = ESTIMATORS["reinforce_plus_plus"].compute(worse).advantages
+    torch.testing.assert_close(found, torch.where(worse.mask, -1.0, 0.0))
+    uneven = _evidence(scores=torch.tensor([1.0, 0.0]), earlier=torch.tensor([0.4, 0.8]))
+    above, _, below = ESTIMATORS["reinforce_plus_plus"].compute(uneven).advantages[:, 0].tolist()
+    assert above > 0 > below and above / below == pytest.approx(-0.6 / 0.8)
