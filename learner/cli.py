@@ -102,6 +102,8 @@ def serve(words: list[str]) -> int:
 
         return versions(words[0], words[1:])
     more = ["--resume", "auto"] if "--resume" not in words else []
+    if sys.platform == "linux" and not {"--keep-running", "--debug", "--dry-run"} & set(words):
+        more.append("--keep-running")
     named = [] if any(word == "--config" or word.startswith("--config=") for word in words) else ["--config", "live"]
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     others = [word for word in words if word not in overrides]

@@ -151,8 +151,8 @@ class LearnLoop:
         await self._begin()
         self._on_begun()
         self._validate()
-        if self.step == 0 and self._schedule.tries_save:
-            keeps = self._users is not None  # what a refused candidate goes back to
+        keeps = self._users is not None and self._checkpoint is None  # what a refused candidate goes back to
+        if self.step == 0 and (self._schedule.tries_save or keeps):
             self._saving = asyncio.create_task(self._save(keeps=keeps), name="try a save")
         try:
             while True:
@@ -209,6 +209,7 @@ class LearnLoop:
             began = time.monotonic()
             self.activity = "saving"
             await self._saved()
+            await self._go_back()
             saved = time.monotonic()
             self.activity = "updating"
             metrics = await self._train(batch, step=step)
@@ -226,7 +227,7 @@ class LearnLoop:
                 await self._report(batch, {**metrics, **times}, of_roles=before)
                 self._validate()
             if self._users is not None:
-                self._new_sessions += sorted({row.episode_id for row in batch.rows})
+                self._new_sessions += [row.episode_id for row in batch.rows]
                 if step % self._users.gate.every == 0:
                     await self._offer(self._users, entropy=metrics.get("policy/entropy"))
             elif every and step % every == 0 and step < self._schedule.run.steps:
@@ -258,7 +259,7 @@ class LearnLoop:
     async def _offer(self, users: Versions, *, entropy: float | None) -> None:
         """The newest version is a candidate. Where it is refused the learner goes back to what it was after the candidate before;
         what is saved is the state that it continues from."""
-        sessions, self._new_sessions = self._new_sessions, []
+        sessions, self._new_sessions = sorted(set(self._new_sessions)), []  # steps may have been made again
         self.activity = "gate"
         self._pool.unpause()
         is_promoted = await users.admit(self.step, episodes=sessions, entropy=entropy)
@@ -266,6 +267,19 @@ class LearnLoop:
         if not is_promoted and self._checkpoint is not None:
             await self._learner.ranks.load(self._checkpoint.learner)
         self._saving = asyncio.create_task(self._save(), name="save")
+
+    async def _go_back(self) -> None:
+        """Follow users who were given an earlier version again by hand, as far as its checkpoint is kept."""
+        version = None if self._users is None else self._users.taken_back
+        if self._users is None or version is None:
+            return
+        self._users.taken_back = None
+        saved = [each for each in await asyncio.to_thread(self._store.all) if each.position.step == version]
+        if saved:
+            await self._learner.ranks.load(saved[-1].learner)
+            await self._save()
+        said = "and the learner continues from it" if saved else "the learner does not go back: that checkpoint is gone"
+        self._out.display.note(f"users are served version {version} again; {said}")
 
     async def _recover(self, death: RankDied) -> None:
         """The learner's processes died: new ones, with the state of the newest checkpoint. What was trained since is trained

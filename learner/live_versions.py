@@ -97,6 +97,8 @@ class Versions:
         state = _read(self._folder / "served.json")
         self.served: int | None = state.get("version")
         self._history: list[dict[str, Any]] = state.get("history", [])
+        self.taken_back: int | None = None
+        """The version that was gone back to by hand; the learner, which follows, sets it to None."""
         self.num_refused = sum(each.get("state") == "refused" for each in self.list())
 
     async def begin(self) -> None:
@@ -112,6 +114,10 @@ class Versions:
         )  # fmt: skip
         if self.served is None:
             await self._serve(version, why="first")
+        used = {self.served, version, *(each["version"] for each in self._history)}
+        for each in self.list():
+            if each.get("state") == "candidate" and each["version"] not in used:  # was never offered
+                await asyncio.to_thread(shutil.rmtree, self._at(each["version"]), ignore_errors=True)
 
     async def admit(self, version: int, *, episodes: Sequence[str], entropy: float | None) -> bool:
         """Whether a candidate is promoted: the mean difference of its scores to those of the served version, task by task, is above
@@ -156,13 +162,15 @@ class Versions:
         await self._serve(version, why="by hand")
 
     async def rollback(self, version: int | None = None) -> int:
-        """Serve an earlier version again: this one, or the one that was served before. Raises VersionError."""
+        """Serve an earlier version again: this one, or the one that was served before; the learner goes back with it. Raises
+        VersionError."""
         if version is None:
             before = [each["version"] for each in self._history if each["version"] != self.served]
             if not before:
                 raise VersionError(f"there must be an earlier version to go back to, got only {self.served}")
             version = int(before[-1])
         await self.promote(version)
+        self.taken_back = version
         return version
 
     def list(self) -> list[dict[str, Any]]:

@@ -136,6 +136,12 @@ class LiveSessions:
         """The role that answers this user: its own where it has one, else the first. Empty: there are none."""
         return user if user in self._roles else next(iter(self._roles), "")
 
+    def judges_episode(self) -> LiveEpisode:
+        """What the judge of the next turn asks as: the version that users are served answers, and nothing is recorded."""
+        return LiveEpisode(
+            episode=_episode(Session("judge", 0, "", False), user=""), is_recorded=False, adapter=self._adapter
+        )
+
     def door_of(self, user: str) -> LiveEpisode:
         """What holds a request of this user until its session is known; it is no episode of the ledger."""
         return self._user(user).door
@@ -337,10 +343,11 @@ class LiveSessions:
         """End or drop the sessions that are silent, and forget some that are old."""
         for live in self._episodes.quiet(self._silence_s):
             if (known := self._open.get(live.episode_id)) is not None and not live.requests:
+                # Before anything is waited for: a request that comes meanwhile makes it anew, of what the ledger has.
                 self._drop(known, live)
-                if not await self._settle(live.episode_id):
-                    self._episodes.forget(live.episode_id)
-                    self._on_ended(live.episode_id, "silent")
+                self._episodes.forget(live.episode_id)
+                self._on_ended(live.episode_id, "silent")
+                await self._settle(live.episode_id)
         try:
             await self._forget_old()
         except UnderstudyError as error:
@@ -413,9 +420,6 @@ class LiveSessions:
         except UnderstudyError as error:
             logger.warning("session %s was not ended: %s", episode_id, error)
             return False
-        if ended:
-            self._episodes.forget(episode_id)
-            self._on_ended(episode_id, "scored")
         return ended
 
     def figures(self) -> dict[str, float]:

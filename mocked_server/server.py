@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import threading
 from argparse import Namespace
@@ -381,7 +382,11 @@ class MockedServer:
                 source=SOURCE,
             )
 
-        sessions.judge = NextTurnJudge(settings, ask=ask or self._client.answer, tell=tell)
+        async def ask_policy(question: str, max_tokens: int) -> str:
+            messages, name = [{"role": "user", "content": question}], f"judge-{secrets.token_hex(8)}"
+            return await self._client.ask(sessions.judges_episode(), messages, request_id=name, max_tokens=max_tokens)
+
+        sessions.judge = NextTurnJudge(settings, ask=ask or ask_policy, tell=tell)
 
     def user_of(self, key: str) -> str | None:
         """Whose key this is; None: no user's."""

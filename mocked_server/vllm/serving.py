@@ -270,14 +270,9 @@ class QueueClient:
         call.answers.append([])
         return self._outputs(generation, call=call, rendered=rendered, answer=call.answers[-1])
 
-    async def answer(self, question: str, max_tokens: int) -> str:
-        """What the policy says to a question; nothing of it is recorded."""
-        messages = [{"role": "user", "content": question}]
-        return await self.ask(None, messages, request_id=f"asked-{uuid4().hex}", max_tokens=max_tokens)
-
     async def ask(
         self,
-        live: LiveEpisode | None,
+        live: LiveEpisode,
         messages: list[dict[str, Any]],
         *,
         request_id: str,

@@ -106,7 +106,9 @@ def test_a_candidate_that_is_not_worse_is_served(world):
 
     asyncio.run(main())
     assert world.engines.served == [0, 1, 2]
-    assert [each["state"] for each in world.versions.list()] == ["candidate", "promoted", "promoted"]
+    assert [each["state"] for each in world.versions.list()] == ["candidate", "promoted", "promoted"], (
+        "the first was served"
+    )
     assert world.versions.list()[2]["parent"] == 1
     assert world.versions.list()[2]["sessions"] == ["e2"]
 
@@ -176,6 +178,22 @@ def test_the_way_back_is_to_what_was_served_before(tmp_path):
     again = world.make()
     asyncio.run(again.begin())
     assert world.engines.served[-1] == again.served == 0, "a restart serves what was served"
+    world.ledger.close()
+
+
+def test_what_was_never_offered_is_not_kept(tmp_path):
+    """A run that lasts for weeks makes a version with each update."""
+    world = World(tmp_path, tasks=None)
+
+    async def main():
+        for version in (0, 1, 2):
+            await world.publish(version)
+        assert await world.offer(3)
+        for version in (4, 5):
+            await world.publish(version)
+
+    asyncio.run(main())
+    assert [each["version"] for each in world.versions.list()] == [0, 3, 5]
     world.ledger.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,6 +156,34 @@ def test_silence_ends_what_was_scored_and_forgets_what_was_not(tmp_path, tiny_mo
         until(lambda: len(server.server.episodes) == 0, "it was not forgotten again")
         assert feedback(server, ann, response_id=again.id, score=0.0).json()["trains"]
         assert server.ledger.counts()["groups/ready"] == 2, "late feedback did not end it"
+    finally:
+        server.stop()
+
+
+def test_a_request_that_comes_while_its_silent_session_is_put_away_is_recorded(tmp_path, tiny_model):
+    server = ServerThread(tiny_model, rollout=RolloutConfig(), users=tmp_path / "live")
+    server.start()
+    try:
+        ann, sessions = server.user("ann"), server.server.sessions
+        first = chat(ann, HELLO, extra_headers={"x-session-id": "mine"})
+        settle, under_way, asked = sessions._settle, threading.Event(), threading.Event()
+
+        async def slow(episode_id: str) -> bool:
+            under_way.set()
+            await asyncio.to_thread(asked.wait)
+            return await settle(episode_id)
+
+        sessions._settle, sessions._silence_s = slow, 0.0
+        looking = server.submit(sessions.look())
+        assert under_way.wait(PATIENCE_S)
+        sessions._silence_s = 60.0
+        second = chat(ann, [*HELLO, said(first), *HELLO], extra_headers={"x-session-id": "mine"})
+        asked.set()
+        looking.result(PATIENCE_S)
+        third = chat(ann, [*HELLO, said(first), *HELLO, said(second), *HELLO], extra_headers={"x-session-id": "mine"})
+        session = session_of(server, ann, first)
+        assert [session_of(server, ann, each) for each in (second, third)] == [session] * 2
+        assert [each.parent for each in server.stored(session)] == [None, 0, 1]
     finally:
         server.stop()
 
