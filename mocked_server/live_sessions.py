@@ -304,29 +304,9 @@ class LiveSessions:
             said = self._decode(round_.tail_ids.tolist())
             to.look(NextTurn(round_.episode_id, round_.parent, answer.text, said))
 
-    async def feedback(
-        self,
-        *,
-        user: str | None,
-        session: str,
-        response_id: str,
-        round_index: int | None,
-        score: float | None,
-        text: str,
-        source: str,
-    ) -> FeedbackTaken:
+    async def feedback(self, **said: Any) -> FeedbackTaken:
         """See `buffers.ledger.sessions.give_feedback`. A session that is not open here any more ends by it."""
-        taken = await asyncio.wrap_future(
-            self._ledger.give_feedback(
-                user=user,
-                session=session,
-                response_id=response_id,
-                round_index=round_index,
-                score=score,
-                text=text,
-                source=source,
-            )
-        )
+        taken = await asyncio.wrap_future(self._ledger.give_feedback(**said))
         if taken.trains and taken.episode_id not in self._open:
             await self._settle(taken.episode_id)
         return taken

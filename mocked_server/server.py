@@ -373,13 +373,7 @@ class MockedServer:
 
         async def tell(episode_id: str, round_index: int, score: float, hint: str) -> None:
             await sessions.feedback(
-                user=None,
-                session=episode_id,
-                response_id="",
-                round_index=round_index,
-                score=score,
-                text=hint,
-                source=SOURCE,
+                user=None, session=episode_id, round_index=round_index, score=score, text=hint, source=SOURCE
             )
 
         async def ask_policy(question: str, max_tokens: int) -> str:

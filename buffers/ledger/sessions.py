@@ -126,12 +126,12 @@ def give_feedback(
     db: sqlite3.Connection,
     *,
     user: str | None,
-    session: str,
-    response_id: str,
-    round_index: int | None,
-    score: float | None,
-    text: str,
-    source: str,
+    session: str = "",
+    response_id: str = "",
+    round_index: int | None = None,
+    score: float | None = None,
+    text: str = "",
+    source: str = "",
 ) -> FeedbackTaken | UnderstudyError:
     """Feedback on a session (its name or its episode's id), on a round of it, or on an answer by its id. `user`: None may speak of
     everybody's sessions. A later score of the same source takes the place of the one before. Raises UnknownEpisode."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -66,9 +67,12 @@ class Live:
             )  # fmt: skip
         STARTED.append(_Ends(process))
         until(place.is_file, self)
-        told = dict(word.split("=", 1) for word in shlex.split(place.read_text()))
-        self.url = told["OPENAI_BASE_URL"].removesuffix("/v1")
+        self.find()
         return process
+
+    def find(self) -> None:
+        told = dict(word.split("=", 1) for word in shlex.split((self.folder / "agent.env").read_text()))
+        self.url = told["OPENAI_BASE_URL"].removesuffix("/v1")
 
     @property
     def lines(self) -> list[dict[str, float]]:
@@ -78,6 +82,11 @@ class Live:
     @property
     def steps(self) -> list[dict[str, float]]:
         return [line for line in self.lines if "reward/mean" in line]
+
+    @property
+    def history(self) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = json.loads((self.folder / "versions" / "served.json").read_text())["history"]
+        return found
 
     @property
     def gated(self) -> list[dict[str, object]]:
@@ -128,20 +137,30 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     assert all(step["live/sessions"] > 0 for step in live.steps)
     assert max(step["policy/max_logprob_diff"] for step in live.steps) < 1e-4
     assert all(each["state"] == "promoted" and each["gate"]["tasks"] == 4 for each in live.gated)
-    before = json.loads((live.folder / "versions" / "served.json").read_text())["version"]
+    before = live.history[-1]["version"]
+    assert before > 0
     assert "version 0 is served" in live.command("serve", "rollback", str(live.folder), "0")
-    told = live.command("serve", "status", str(live.folder))
-    assert "version 0 is served" in told and f"{before:>6}  promoted" in told
+    assert (0, "by hand") in [(each["version"], each["why"]) for each in live.history]
+    assert f"{before:>6}  promoted" in live.command("serve", "status", str(live.folder))
 
     until(lambda: use() and "users are served version 0 again" in (live.folder.parent / "live.out").read_text(), live)
-    live.command("serve", "rollback", str(live.folder), "0")  # a candidate may have passed meanwhile
 
+    place = live.folder / "agent.env"
+    began = place.stat().st_mtime_ns
+    psutil.Process(process.pid).children()[0].kill()  # the run's own process, which its guard starts again
+    until(lambda: place.stat().st_mtime_ns != began, live)
+    live.find()
+    close(clients)
+    clients = clients_of(live, keys)
     named = ask(clients["ann"], "Say a word.", extra_headers={"x-session-id": "mine"})
     assert named.id
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    history = live.history
     live.start()
-    assert "version 0 is served" in live.command("serve", "status", str(live.folder))
+    told = live.command("serve", "status", str(live.folder))
+    assert live.history[: len(history)] == history
+    assert any(f"version {each['version']} is served" in told for each in live.history[len(history) - 1 :])
     assert "stored of ann-" in live.command(
         "feedback", str(live.folder), "--session", "mine", "--score", "1", "--text", "Good."
     )
