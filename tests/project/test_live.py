@@ -148,7 +148,7 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     place = live.folder / "agent.env"
     began = place.stat().st_mtime_ns
     psutil.Process(process.pid).children()[0].kill()  # the run's own process, which its guard starts again
-    until(lambda: place.stat().st_mtime_ns != began, live)
+    until(lambda: place.stat().st_mtime_ns != began and "ENV_ADDRESS" in place.read_text(), live)
     live.find()
     close(clients)
     clients = clients_of(live, keys)
