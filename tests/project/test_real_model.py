@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from env_adapters import smollm2
 from tests.support.patience import PATIENCE_S
@@ -65,11 +65,20 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
     answers = [json.loads(line) for line in (folder / "runs/smollm2-eval/answers.jsonl").read_text().splitlines()]
     assert len(answers) == 8 and all(answer["question"].startswith("State the final answer") for answer in answers)
 
-    saved = run / "last"
-    tokenizer = AutoTokenizer.from_pretrained(saved)
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokenizer, model = AutoTokenizer.from_pretrained(run / "last"), AutoModelForCausalLM.from_pretrained(run / "last")
+    source = AutoModelForCausalLM.from_pretrained(
+        folder / "data" / "smollm2", gguf_file=smollm2.MODEL, dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
+    assert model.config.rope_parameters == source.config.rope_parameters
+    moved = {
+        name: float((value - source.get_parameter(name)).detach().abs().max())
+        for name, value in model.named_parameters()
+    }
+    rates = sum(step["learner/lr"] for step in steps)
+    assert 0.0 < max(moved.values()) < 2 * rates, max(moved, key=moved.__getitem__)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
-        said = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(said, skip_special_tokens=True)
+        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer, skip_special_tokens=True)
