@@ -18,13 +18,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
 from buffers.errors import TaskError, UnderstudyError
 from buffers.outgoing import ROLE, Outgoing
 from buffers.records import MAX_HINT_CHARS
+from configs.schema import NextTurnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,6 @@ MAX_CHARS = 8192
 """Characters of an answer, and of what was said next, that are shown: the last ones of the first, the first ones of the second."""
 Ask = Callable[[str, int], Awaitable[str]]
 """(question, most tokens) -> what the model says."""
-
-
-class Settings(Protocol):
-    """The section `serve.judge` of the configuration."""
-
-    prompt: str
-    max_tokens: int
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class NextTurnJudge:
     """`ask`: the model. `tell(episode_id, round_index, score, hint)`: takes what it says; a score is 0 to 1."""
 
     def __init__(
-        self, settings: Settings, *, ask: Ask, tell: Callable[[str, int, float, str], Awaitable[object]]
+        self, settings: NextTurnConfig, *, ask: Ask, tell: Callable[[str, int, float, str], Awaitable[object]]
     ) -> None:
         self._settings = settings
         self._prompt = read_prompt(settings.prompt)

@@ -36,10 +36,11 @@ from buffers.prompt_queue import PromptQueue
 from buffers.records import Episode, LeasedEpisode, Round, ScoreDetail, Verdict
 from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import NextTurnConfig, RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.attribution import Attribution
@@ -53,10 +54,9 @@ from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
 from mocked_server.live_sessions import LiveSessions
 from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
-from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
+from mocked_server.vllm.serving import QueueClient, build_serving_app
 from mocked_server.watching import Watching
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class MockedServer:
         """Token ids as text, control tokens included."""
         return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
-    def attach_engine(self, engine: Sleeper) -> None:
+    def attach_engine(self, engine: EngineFleet) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""
         self._client.sleeper = engine
 
@@ -366,7 +366,7 @@ class MockedServer:
         )  # fmt: skip
         return self.sessions
 
-    def judge_next_turns(self, settings: NextTurnSettings, *, ask: Ask | None) -> None:
+    def judge_next_turns(self, settings: NextTurnConfig, *, ask: Ask | None) -> None:
         """Have the answers to users judged by what is said next. `ask`: the model; None: the policy. Before `start`."""
         assert self.sessions is not None, "serve_users() first"
         sessions = self.sessions

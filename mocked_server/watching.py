@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Scope, Send
 
@@ -26,6 +26,7 @@ from buffers.disk import replacing, why_refused
 from buffers.ledger.ledger import Ledger
 from buffers.log_forms import BadRecord, checked
 from buffers.log_forms import Session as Conversation
+from configs.schema import UpstreamConfig
 from mocked_server.http.dialects import CHAT, MESSAGES, RESPONSES, Failure
 from mocked_server.http.other_models import Asked, Message, asked_of, digests, said_of
 from mocked_server.http.roles import Refused, Upstream
@@ -39,16 +40,6 @@ MOST_KEPT_BYTES = 16 << 20
 MOST_KNOWN = 4096
 """Answers of a user's unnamed sessions that a request is compared with, the latest."""
 PATHS = {None: (CHAT, RESPONSES, MESSAGES), "openai": (CHAT, RESPONSES), "anthropic": (MESSAGES,)}
-
-
-class Settings(Protocol):
-    """The section `serve.upstream` of the configuration."""
-
-    dialect: Any
-    share: float
-    step: float
-    floor: float
-    min_score: float
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +60,7 @@ class Watching:
     before it."""
 
     def __init__(
-        self, upstream: Upstream, *, folder: Path, ledger: Ledger, settings: Settings, num_promoted: Callable[[], int],
+        self, upstream: Upstream, *, folder: Path, ledger: Ledger, settings: UpstreamConfig, num_promoted: Callable[[], int],
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.upstream = upstream

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from buffers.tasks.task_pool import TaskPool
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.member import EngineFigures
 
@@ -23,16 +24,6 @@ WINDOW_S = 10.0
 Figures = Callable[[], Sequence[EngineFigures]]
 
 
-class Slots(Protocol):
-    """What is asked of the task pool."""
-
-    max_running: int
-
-    def metrics(self) -> Mapping[str, float]:
-        """`pool/running` and `pool/scored`, among others."""
-        ...
-
-
 class EngineWatch:
     """`figures`: those of all engines now. `admission`: None where the number of slots is given."""
 
@@ -40,7 +31,7 @@ class EngineWatch:
         self,
         figures: Figures,
         *,
-        pool: Slots,
+        pool: TaskPool,
         admission: Admission | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

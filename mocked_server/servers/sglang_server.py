@@ -35,7 +35,7 @@ DTYPES = {"auto": ["float16", "bfloat16"], "half": ["float16"], "float": ["float
 
 
 class SGLangServer:
-    """One server. See `mocked_server.servers.server_engine.Server`."""
+    """One server, with the methods of `VLLMServer`."""
 
     alive = "/model_info"
     answers = "/health"  # it samples one token for it

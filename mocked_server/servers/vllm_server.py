@@ -35,12 +35,14 @@ EXTENSION = f"start it with --worker-extension-cls {WORKER_EXTENSION}"
 
 
 class VLLMServer:
-    """One server. `identify` comes first; see `mocked_server.servers.server_engine.Server`."""
+    """One server. `identify` comes first."""
 
     alive = "/health"
+    """Path of the question whether it lives, which costs nothing."""
 
     def __init__(self, client: ServerClient) -> None:
         self.answers = "/health"
+        """Path of a question that its engine answers between two steps."""
         self._client = client
         self._has_extension = False
         self._model: str | None = None
