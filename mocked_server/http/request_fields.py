@@ -143,35 +143,6 @@ RULES: dict[str, tuple[_Rule, ...]] = {
 }
 
 
-IGNORED = (
-    (
-        "`temperature`, `top_p`, `top_k`, `min_p`",
-        "all",
-        "the run's own are used: `rollout.temperature`, and the whole distribution",
-    ),
-    ("`seed`", "all", "made the episode's own: equal seeds give equal answers within an episode, others in another"),
-    ("tokens of an answer beyond `rollout.max_tokens`, or the room that is left", "all", "the answer ends there"),
-    (
-        "thinking budgets, `watermarking`",
-        "all",
-        "left to the model; a budget of 0 in Google's dialect turns thinking off",
-    ),
-    ("`strict` of a tool with `tool_choice: auto`, mode `VALIDATED`", "all", "the policy writes its calls freely"),
-    (
-        "web searches (`web_search...`, `googleSearch`) that are offered beside other tools",
-        "all",
-        "left out of the offer",
-    ),
-    (
-        "`store`, `metadata`, `user`, `service_tier`, `prompt_cache_key`, `cache_control`, `labels`",
-        "each its own",
-        "nothing is kept",
-    ),
-    ("`allowed_tools` as a choice", "Responses", "all tools may be called"),
-)
-"""(what, in which dialects, what happens): asks for something, and changes nothing."""
-
-
 def fields_of(body: bytes) -> dict[str, Any] | None:
     """None: it is no JSON object, which is left to vLLM's HTTP layer to say."""
     try:

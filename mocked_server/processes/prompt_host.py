@@ -29,8 +29,8 @@ from buffers.wire.address import Way
 from buffers.wire.rpc import remote
 from buffers.wire.service import Call, Caller, Service
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.fleet.engine_host import Codec, WireOutput
 from mocked_server.http.model_requests import ModelRequests
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class PromptHost(Service):
     def __init__(
         self,
         run: RunServer,
-        codec: Codec,
+        codec: VLLMCodec,
         *,
         rounds: Callable[[str], Future[list[Round]]],
         secret: bytes,

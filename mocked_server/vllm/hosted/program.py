@@ -23,7 +23,7 @@ from typing import Any
 from buffers.errors import EngineDied, EngineError
 from configs.child_processes import python_path
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.fleet.engine_host import EngineHost
+from mocked_server.vllm.hosted.engine_host import EngineHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

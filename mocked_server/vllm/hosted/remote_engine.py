@@ -20,8 +20,9 @@ from buffers.errors import EngineDied, EngineError, RequestFailed, UnderstudyErr
 from buffers.wire.address import WireError, WireLost
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from mocked_server.fleet.engine_host import SILENT_S, Codec, EngineHost, WireOutput
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from mocked_server.vllm.hosted.engine_host import SILENT_S, EngineHost
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RemoteEngine:
     def __init__(
         self,
         host: HostProcess,
-        codec: Codec,
+        codec: VLLMCodec,
         *,
         secret: bytes,
         name: str = "e0",
