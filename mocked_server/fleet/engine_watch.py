@@ -91,6 +91,11 @@ class EngineWatch:
 
 MAX_LINES = 8
 """Engines with a line of their own on the panel."""
+IN_STEPS = (
+    *("running", "waiting", "tokens_per_s", "kv_share", "cached_share", "version", "restarts", "preemptions"),
+    "moved_in",
+)
+"""Figures of a step's line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +118,8 @@ class EngineRates:
     @classmethod
     def _of(cls, before: EngineFigures | None, now: EngineFigures, *, seconds: float) -> EngineRates:
         sampled, prompts, cached = (
-            (now.sampled_tokens, now.prompt_tokens, now.cached_tokens)
-            if before is None
-            else (
-                now.sampled_tokens - before.sampled_tokens,
-                now.prompt_tokens - before.prompt_tokens,
-                now.cached_tokens - before.cached_tokens,
-            )
+            getattr(now, name) - (getattr(before, name) if before is not None else 0)
+            for name in ("sampled_tokens", "prompt_tokens", "cached_tokens")
         )
         return cls(
             now=now,
@@ -142,19 +142,9 @@ def metrics_of(engines: Sequence[EngineRates]) -> dict[str, float]:
 
 
 def _metrics(engine: EngineRates) -> dict[str, float]:
-    now = engine.now
-    cached = {} if engine.cached_share is None else {"cached_share": engine.cached_share}
-    return {
-        "running": float(now.running),
-        "waiting": float(now.waiting),
-        "tokens_per_s": engine.tokens_per_s,
-        "kv_share": kv_share(now),
-        **cached,
-        "version": float(now.version),
-        "restarts": float(now.restarts),
-        "preemptions": float(now.preemptions),
-        "moved_in": float(now.moved_in),
-    }
+    """Those of `status_of` that a step's line has, as floats; without a share of the cache that is not known."""
+    figures = status_of(engine)
+    return {name: float(figures[name]) for name in IN_STEPS if figures[name] is not None}
 
 
 def status_of(engine: EngineRates) -> dict[str, Any]:
