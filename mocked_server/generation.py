@@ -50,9 +50,9 @@ class _Answer:
     """Some of it has left for the agent."""
     is_stored: bool = False
     task: asyncio.Task[None] | None = None
-    """What serves it."""
+    """Task that serves it."""
     sampled: Sequence[Sampled] = ()
-    """What an engine that died had sampled: the next one continues it."""
+    """Completions that an engine that died had sampled: the next one continues them."""
 
     def __post_init__(self) -> None:
         self.recorder = AnswerRecorder(self.prompt.request_id)
@@ -109,7 +109,7 @@ class Generation:
     _: KW_ONLY
     queue: PromptQueue
     episodes: Episodes
-    """Those that run."""
+    """Running episodes."""
     rounds: Ledger
     blame: Callable[[str], object] = lambda _: None
     """Called with the id of an episode one of whose requests killed the engine that served nothing else."""
@@ -256,7 +256,7 @@ class Generation:
                 answer.is_sent = True
 
     def _abort(self, answer: _Answer, *, as_: str = ABORTED) -> None:
-        """What was sampled before the end came is a round too."""
+        """Store what was sampled before the end came as a round."""
         if answer.is_stored:
             return
         self.stats.aborted += 1

@@ -110,7 +110,7 @@ class NextTurnJudge:
             logger.info("the judge of the next turn gave no verdict: %r", error)
 
     def figures(self) -> dict[str, float]:
-        """How often since the start."""
+        """Counts since the start."""
         return {f"live/judge_{name}": float(self._counts[name]) for name in ("judged", "silent", "failed", "left_out")}
 
 
@@ -123,7 +123,7 @@ class ChatModel:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def ask(self, text: str, max_tokens: int) -> str:
-        """What it says. Raises httpx2.HTTPError, ValueError."""
+        """Answer of the model. Raises httpx2.HTTPError, ValueError."""
         body = {
             "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0.0
         }  # fmt: skip
@@ -157,5 +157,5 @@ def _is_score(value: object) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """What cannot leave its tags."""
+    """Text that cannot leave its tags."""
     return text.replace("</", "< /")

@@ -70,7 +70,7 @@ FULL_S = 1.0
 
 
 class ScoreSink(Protocol):
-    """What stores scores, from any thread."""
+    """A store of scores, called from any thread."""
 
     def __call__(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool | None:
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
@@ -121,11 +121,11 @@ class MockedServer:
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
         self.versions: VersionService | None = None
-        """Those that users may be served; None: there is one, the newest."""
+        """Versions that users may be served; None: there is one, the newest."""
         self.sessions: LiveSessions | None = None
-        """Those of users, whose agents nobody starts; None: there are none."""
+        """Sessions of users, whose agents nobody starts; None: there are none."""
         self.engines: EngineWatch | None = None
-        """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
+        """Figures of the engines for `GET /status` and `GET /metrics`; None: none."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._args = args
@@ -223,7 +223,7 @@ class MockedServer:
             self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
     def _front(self) -> PortRouter:
-        """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
+        """The listening application: the model API, the episode routes and, on a port of its own, the administrator's."""
         episode_routes = BodyLimit(build_app(self), max_bytes=MAX_EPISODE_ROUTE_BYTES)
         return PortRouter(
             Attribution(
@@ -492,7 +492,7 @@ class MockedServer:
         return self.pool.enqueue_task(Path(path))
 
     def episode_view(self, episode_key: str) -> dict[str, Any]:
-        """What a scorer may know of the episode with this key: its id and its task with the ground truth."""
+        """View of the episode with this key for a scorer: its id and its task with the ground truth."""
         episode_id = self.keys.episode_of(episode_key)
         if episode_id is None:
             raise UnknownEpisode("the key opens no episode; send the episode's api_key in X-Episode-Key")

@@ -93,7 +93,7 @@ class Watching:
         return self._num_promoted() > 0
 
     def draws(self, path: str) -> bool:
-        """Whether the other model answers a session that begins now, in this dialect."""
+        """True if the other model answers a session that begins now, in this dialect."""
         return path in self._paths and self._random.random() < self.share
 
     async def read(self, path: str, body: Mapping[str, Any]) -> tuple[Asked, list[bytes]] | None:
@@ -310,7 +310,7 @@ class Watching:
 
 
 def is_down(failure: Failure) -> bool:
-    """It is the other server's fault, and no matter of this request."""
+    """True if it is the other server's fault, and no matter of this request."""
     return failure.status in (408, 429) or failure.status >= 500
 
 
@@ -322,7 +322,7 @@ def weighed(score: float | None, *, min_score: float) -> dict[str, float | None]
 
 
 def _conversations(lines: Sequence[Mapping[str, Any]], *, name: str) -> Iterator[Conversation]:
-    """Those of a session: what no later exchange continues. An answer that stands in two is learned from the first."""
+    """Conversations of a session: what no later exchange continues. An answer that stands in two is learned from the first."""
     wholes = _wholes(lines)
     continued = {line["of"] for line in lines if line["of"] >= 0 and line["keep"] == len(wholes[line["of"]][0])}
     learned: set[int] = set()

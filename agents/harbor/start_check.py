@@ -142,12 +142,12 @@ OPENAI = frozenset({
     "vibe",
 })  # fmt: skip
 OUTSIDE = frozenset({"computer-1", "dspy-rlm", "terminus-2"})
-"""Those that run in Harbor's own process, beside the environment: they reach what this machine reaches."""
+"""Agents that run in Harbor's own process, beside the environment: they reach what this machine reaches."""
 WITHOUT_MODEL = frozenset({"nop", "oracle"})
 OWN_SERVICE = frozenset({
     "acp", "cline-cli", "cortex-code", "cursor-cli", "devin", "eve", "fabric", "junie", "rovodev-cli",
 })  # fmt: skip
-"""Those whose model's address cannot be set."""
+"""Agents whose model's address cannot be set."""
 
 
 def check_agent(name: str) -> None:

@@ -58,7 +58,7 @@ class _Entry(BaseModel):
 
 
 def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
-    """What the file names, in its order."""
+    """Tools and sources of a file, in its order."""
     tools: list[BaseTool] = []
     sources: list[ToolSource] = []
     for number, raw in enumerate(_entries(path), start=1):
@@ -131,7 +131,7 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
 
 
 def find(name: str, *, folder: Path, place: str) -> Any:
-    """What `module.attribute`, or `file.py:attribute` beside the YAML, names."""
+    """Object that `module.attribute`, or `file.py:attribute` beside the YAML, names."""
     file, colon, attribute = name.partition(":")
     if colon:
         module = _module_at(inside(file, folder=folder, place=place), place=place)

@@ -37,7 +37,7 @@ NAME = "judge"
 """Its name in `data.scorer`, and that of its role."""
 Mode = Literal["absolute", "ranking"]
 PLACES = {"absolute": ("{task}", "{answer}"), "ranking": ("{task}", "{answers}")}
-"""What a rubric has to hold."""
+"""Places that a rubric has to hold."""
 BEST = 10
 TRIES = 3
 PAUSE_S = 0.5
@@ -204,7 +204,7 @@ class Judge:
     async def _ask(
         self, leased: LeasedEpisode, places: Mapping[str, str], *, labels: Sequence[str]
     ) -> dict[str, float]:
-        """What the judge says of each label, 0 to `BEST`. Raises ScoreError."""
+        """Number of each label, 0 to `BEST`, by the judge. Raises ScoreError."""
         # In one go: what stands in an answer is no place.
         text = re.sub("|".join(map(re.escape, places)), lambda place: places[place[0]], self._rubric)
         body: dict[str, Any] = {

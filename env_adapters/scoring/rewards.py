@@ -64,7 +64,7 @@ class Rewards:
         self._collectors = {source: by_name[name] for source, name in named.items()}
 
     def judges(self, task: Task, *, exit_code: int) -> bool:
-        """Whether a program that played this task and ended so is judged here."""
+        """True if a program that played this task and ended so is judged here."""
         collector = self._of(task)
         return collector is not None and (exit_code == 0 or collector.sees_exit_code)
 
@@ -161,7 +161,7 @@ class _Collector:
         return [self._verdict(score) if isinstance(score, Mapping) else score for score in scores]
 
     def _verdict(self, said: Mapping[Any, Any]) -> Verdict:
-        """What a scorer says as a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
+        """Verdict of a scorer that gives a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
         judges = {"": said["score"]} if "score" in said else {name: said[name] for name in said if name != "hint"}
         hint = said.get("hint") or ""
         named = all(isinstance(name, str) and len(name) <= MAX_JUDGE_CHARS for name in judges)
@@ -175,7 +175,7 @@ class _Collector:
 
 
 def _is_score(value: object) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """True if it is a finite number, and no truth value."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
     except OverflowError:  # a whole number that no float holds

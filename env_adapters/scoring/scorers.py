@@ -23,7 +23,7 @@ _NUMBER = r"-?[0-9.,]+"
 
 
 class ProgramOutput(str):
-    """What a program wrote to its standard output (the end of it, when it is long), and how the program ended."""
+    """Standard output of a program (the end of it, when it is long), and its exit code."""
 
     __slots__ = ("exit_code",)
     exit_code: int

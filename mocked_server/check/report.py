@@ -45,7 +45,7 @@ ENV_ANSWER = {
     "observation": "",
     "messages": [{"role": "user", "content": "Hi"}],
 }
-"""What the stand-in for the environment says to everything; see `mocked_server.check.trial`."""
+"""Answer of the stand-in for the environment to everything; see `mocked_server.check.trial`."""
 NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
 TIMED_OUT = 124
 LAST_LINES = 4
@@ -56,7 +56,7 @@ NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialObservations:
-    """What the agent sent and was answered, as `mocked_server.check.trial` saw it."""
+    """Requests of the agent and their answers, as `mocked_server.check.trial` saw it."""
 
     command: Sequence[str]
     exit_code: int
@@ -68,7 +68,7 @@ class TrialObservations:
     last_words: str = ""
     """The end of what it printed."""
     env_messages: int = 0
-    """What it sent to `ENV_ADDRESS`."""
+    """Messages to `ENV_ADDRESS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Report:
     features: dict[str, int]
     errors: list[str]
     needs: list[str] = field(default_factory=list)
-    """What the configuration of a run must set for it."""
+    """Keys that the configuration of a run must set for it."""
     env_messages: int = 0
     advice: list[str] = field(default_factory=list)
 
@@ -227,7 +227,7 @@ def _advice(
 
 
 def features_of(path: str, fields: dict[str, Any]) -> list[str]:
-    """What a request asks for beyond a plain answer."""
+    """Features that a request asks for beyond a plain answer."""
     choice = fields.get("tool_choice")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     text = str(fields.get("messages") or fields.get("input") or "")

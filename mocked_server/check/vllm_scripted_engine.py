@@ -48,7 +48,7 @@ REHEARSAL_ARGUMENTS = {
     "logits_processors": [f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
     "logprobs_mode": "raw_logprobs",
 }
-"""What vLLM's arguments must say for `TrialEngine`."""
+"""Values that vLLM's arguments must have for `TrialEngine`."""
 
 
 def _only(logits: torch.Tensor, token: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def metrics_of(engines: Sequence[EngineRates]) -> dict[str, float]:
 
 
 def _metrics(engine: EngineRates) -> dict[str, float]:
-    """Those of `status_of` that a step's line has, as floats; without a share of the cache that is not known."""
+    """Figures of a step's line, as floats; without a share of the cache that is not known."""
     figures = status_of(engine)
     return {name: float(figures[name]) for name in IN_STEPS if figures[name] is not None}
 

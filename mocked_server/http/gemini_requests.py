@@ -44,7 +44,7 @@ class FunctionCall(Asked):
 
 
 class FunctionResponse(Asked):
-    """What came of a call."""
+    """Result of a call."""
 
     id: str | None = None
     name: str
@@ -89,20 +89,20 @@ class Tool(Asked):
 
 
 class FunctionCallingConfig(Asked):
-    """Whether functions may or must be called."""
+    """Rules of calling functions."""
 
     mode: str | None = None
     allowed_function_names: list[str] | None = None
 
 
 class ToolConfig(Asked):
-    """How tools are used."""
+    """Rules of using tools."""
 
     function_calling_config: FunctionCallingConfig | None = None
 
 
 class ThinkingConfig(Asked):
-    """How much is thought, and whether it is shown."""
+    """Amount of thought, and if it is shown."""
 
     include_thoughts: bool | None = None
     thinking_budget: int | None = None
@@ -110,7 +110,7 @@ class ThinkingConfig(Asked):
 
 
 class GenerationConfig(Asked):
-    """How an answer is sampled and what form it has."""
+    """Sampling and form of an answer."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -133,7 +133,7 @@ class GenerationConfig(Asked):
 
 
 class SafetySetting(Asked):
-    """What Google would hold back."""
+    """A filter of Google's."""
 
     category: str | None = None
     threshold: str | None = None
@@ -270,7 +270,7 @@ class _Messages:
         """(id, function's name) of calls whose result has not come yet."""
 
     def add_system(self, content: Content) -> None:
-        """What the system says, before all else."""
+        """Add the system's message, before all others."""
         parts = [{"type": "text", "text": _text_of(part)} for part in content.parts or ()]
         if parts:
             self._put({"role": "system", "content": _simplest(parts)})

@@ -49,7 +49,7 @@ class Said:
 
     @property
     def text(self) -> str:
-        """What the record has: its words, then its calls."""
+        """Text for the record: its words, then its calls."""
         if self.message is None:
             return ""
         calls = self.message.get("tool_calls")
@@ -263,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def events_of(answer: str) -> Iterator[Any]:
-    """What an answer holds: the data of its events, or all of it."""
+    """JSON values of an answer: the data of its events, or all of it."""
     lines = [line.removeprefix("data:") for line in answer.splitlines() if line.startswith("data:")] or [answer]
     for line in lines:
         try:

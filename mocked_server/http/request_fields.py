@@ -51,11 +51,11 @@ def _ends_with_an_answer(messages: Any) -> bool:
 
 
 SEARCH = ("web_search", "googleSearch", "google_search")
-"""How the types of tools begin that search the web."""
+"""Beginnings of the types of tools that search the web."""
 _RUN_ELSEWHERE = (
     *SEARCH, "file_search", "code_interpreter", "mcp", "image_generation", "web_fetch", "code_execution", "tool_search_tool",
 )  # fmt: skip
-"""How the types of tools begin that OpenAI or Anthropic run."""
+"""Beginnings of the types of tools that OpenAI or Anthropic run."""
 
 
 def _kind(tool: Any) -> str:
@@ -172,7 +172,7 @@ def _unsupported(field: str, message: str) -> Failure:
 
 
 def _too_many(body: bytes) -> Failure | None:
-    """What would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
+    """Refusal of what would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
     if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or (fields := fields_of(body)) is None:
         return None
     for name, value in fields.items():
@@ -188,7 +188,7 @@ def _too_many(body: bytes) -> Failure | None:
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """Those of all tool calls that are text."""
+    """Arguments of all tool calls that are text."""
     if isinstance(value, list):
         for each in value:
             yield from _arguments(each)
@@ -256,7 +256,7 @@ TABLES = {
 
 @cache
 def parser_names(key: str) -> tuple[str, ...]:
-    """What this configuration key may be, sorted."""
+    """Values of this configuration key, sorted."""
     package, table = TABLES[key]
     spec = find_spec("vllm")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []

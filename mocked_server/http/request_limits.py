@@ -123,7 +123,7 @@ async def read_body(
 
 
 def told_length(scope: Scope, *, max_bytes: int) -> int | None:
-    """How long the head says that the body is; None when it comes in chunks. Raises Failure."""
+    """Length of the body by the head; None when it comes in chunks. Raises Failure."""
     told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
     if b"transfer-encoding" in told:
         return None
@@ -161,7 +161,7 @@ def check_shape(body: bytes, *, max_containers: int | None = None) -> None:
 
 
 class Shape(NamedTuple):
-    """What a JSON text has to be read."""
+    """Counts of a JSON text."""
 
     num_containers: int
     """Objects and lists."""
@@ -233,7 +233,7 @@ class BodyRoom:
             raise
 
     def give(self, size: int) -> None:
-        """So many bytes are free again. Of the requests that wait, the one whose episode holds least is next: none gets before
+        """Release `size` bytes, and admit waiting requests: first the one whose episode holds least, so that none gets before
         others by asking for more."""
         self.num_bytes -= size
         self._waiting = [each for each in self._waiting if not each[2].done()]
@@ -252,7 +252,7 @@ class BodyRoom:
 
 @dataclass(slots=True, eq=False)
 class RequestMemory:
-    """What one request holds. `begin` it before its body is read, `end` it when its answer has ended."""
+    """Memory of one request. `begin` it before its body is read, `end` it when its answer has ended."""
 
     _episode: EpisodeMemory
     _room: BodyRoom

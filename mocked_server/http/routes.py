@@ -64,7 +64,7 @@ MAX_TASKS = 10_000
 
 
 class EpisodeService(Protocol):
-    """What the routes ask of the server."""
+    """The server as the routes use it."""
 
     keys: KeyRing
 

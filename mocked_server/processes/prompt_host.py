@@ -49,7 +49,7 @@ class Generated(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a server process did and does, sent every second."""
+    """Figures of a server process, sent every second."""
 
     episodes_open: int
     requests: int
@@ -63,7 +63,7 @@ class Figures:
 
 
 class RunServer(Protocol):
-    """What server processes need of the run's own server."""
+    """The run's own server as server processes use it."""
 
     episodes: Episodes
     prompt_queue: PromptQueue
@@ -165,7 +165,7 @@ class PromptHost(Service):
             self.end(caller, "this process has ended")
 
     def figures(self, process: int) -> Figures | None:
-        """What this process sent last; None: nothing since it was started."""
+        """Last figures of this process; None: none since it was started."""
         caller = self._joined.get(process)
         return None if caller is None or caller.peer.is_gone else self._figures.get(caller)
 

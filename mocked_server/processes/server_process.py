@@ -39,7 +39,7 @@ ASKED_HEADER = b"x-server-process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What a server process is made of. `urls`: the root of each, the run's own first; `process`: which of them this is."""
+    """Settings of a server process. `urls`: the root of each, the run's own first; `process`: which of them this is."""
 
     engine: EngineSettings
     secret: bytes

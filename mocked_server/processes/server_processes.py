@@ -126,7 +126,7 @@ class ServerProcesses:
         return self._workers.setdefault(worker, len(self._workers) % self._number)
 
     def elsewhere(self, key: str, _: str) -> ASGIApp | None:
-        """What passes a request with this key on; None: it is the run's own."""
+        """Forward of a request with this key; None: it is the run's own."""
         owned = self._keys.owned_by(key)
         process = 0 if owned is None else owned.process % self._number
         return None if process == 0 else self._forwards[process - 1]
@@ -226,7 +226,7 @@ class ServerProcesses:
         return why
 
     def _kill(self, process: int) -> None:
-        """It is stopped, or stuck: `run` starts another."""
+        """Kill a process that is stopped or stuck: `run` starts another."""
         if (actor := self._actors.get(process)) is not None:
             actor.kill()
 

@@ -147,7 +147,7 @@ KEY = "rollout.engine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run asks of its server."""
+    """Needs of a run of its server."""
 
     max_model_len: int
     vocabulary: int
@@ -156,7 +156,7 @@ class Needs:
     dtype: str
     """`model.dtype`."""
     learns: bool
-    """It gets new weights after each step."""
+    """True if it gets new weights after each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ RETRY_S = 0.5
 MOST_LOGPROB = 1e-5
 """Rounding may make a logarithm of one."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer raises that is not what it should be."""
+"""Errors of reading an answer that is not what it should be."""
 SETTLE_S = 0.05
 """Streams that were silent for so long, of a server that is paused, have nothing more on its way."""
 
@@ -68,7 +68,7 @@ class RunningServer:
     """A server that runs already, at `url`; it is never ended. `timeout_s`: one that was lost may take so long to come back."""
 
     begins_with_model = False
-    """Whether it has the run's model when it starts; else the model is loaded into it."""
+    """True if it has the run's model when it starts; else the model is loaded into it."""
     has_ended = False
 
     def __init__(self, url: str, *, timeout_s: float) -> None:

@@ -311,7 +311,7 @@ def arguments(config: Config, *, model: Path, port: int) -> list[str]:
 
 
 async def _answers(client: ServerClient) -> bool:
-    """Whether it takes requests."""
+    """True if it takes requests."""
     try:
         await client.get("/health", timeout_s=60.0)
     except (ServerLost, ServerRefused):

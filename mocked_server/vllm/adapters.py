@@ -26,7 +26,7 @@ _NAME = re.compile(r"policy-v(\d+)-")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it holds an adapter, and not whole weights."""
+    """True if it holds an adapter, and not whole weights."""
     return (folder / DESCRIPTION).is_file()
 
 
@@ -65,7 +65,7 @@ class PolicyAdapters:
         self._llm: Any = None
         """The engine process that has them."""
         self._loaded: dict[str, list[Adapter]] = {}
-        """Those of each role, oldest first; of the one policy under the empty name."""
+        """Adapters of each role, oldest first; of the one policy under the empty name."""
         self._ids = 0
 
     async def load(self, llm: Any, folder: Path, *, version: int, role: str = "") -> float:

@@ -219,7 +219,7 @@ class ExactRendering:
         return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
     async def _text_of(self, messages: list[Message], chat_params: Any, *, asks: bool = False) -> str:
-        """What the template writes for these messages. `asks`: with what opens the next answer."""
+        """Text of the template for these messages. `asks`: with what opens the next answer."""
         kwargs = {**chat_params.chat_template_kwargs, "tokenize": False}
         if not asks:
             kwargs["add_generation_prompt"] = False

@@ -26,7 +26,7 @@ from mocked_server.vllm.sampling_rules import MAX_CHOICES
 logger = logging.getLogger(__name__)
 
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError)
-"""What parsers raise at what a model says (too deep for Python, too slow for a pattern), and at their own faults."""
+"""Errors of parsers at what a model says (too deep for Python, too slow for a pattern), and at their own faults."""
 FAILED = "vLLM's parser could not take a sampled text of %d characters: %r"
 
 
@@ -134,7 +134,7 @@ class TellingParser:
         return delta
 
     def _told(self, delta: Any, *, finished: bool) -> Any:
-        """What can be sent now of this part of an answer."""
+        """Part of an answer that can be sent now."""
         parts = []
         for part in [] if delta is None else delta.tool_calls or ():
             if (said := part.function) is None:

@@ -57,7 +57,7 @@ PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 
 
 class PromptSink(Protocol):
-    """What takes prompts to be generated: the queue of this process, or the way to the run's."""
+    """A sink of prompts to be generated: the queue of this process, or the way to the run's."""
 
     def put(self, prompt: Prompt) -> None:
         """Raises queue.Full, QueueClosed, EngineError."""
@@ -196,7 +196,7 @@ class _Generation:
 
 
 class QueueClient:
-    """What vLLM's serving layer takes for its engine: every generation becomes a `Prompt` in the queue."""
+    """The engine client of vLLM's serving layer: every generation becomes a `Prompt` in the queue."""
 
     errored = False
     dead_error = EngineError("the engine died")
@@ -382,7 +382,7 @@ class QueueClient:
 
 
 async def _again(answer: list[Any]) -> AsyncIterator[Any]:
-    """What was generated already."""
+    """Outputs that were generated already."""
     for output in answer:
         yield output
 

@@ -36,7 +36,7 @@ PLAIN = {
     "LANG": "C.UTF-8",
     "TERM": "xterm-256color",
 }
-"""What a command in a room has of variables, before the task's and the agent's."""
+"""Variables of a command in a room, before the task's and the agent's."""
 OUTPUT_BYTES = 4 << 20
 """The end of what a command printed that is kept of each stream."""
 VARIABLES = "ROOM_VARIABLES"

@@ -51,7 +51,7 @@ HTTP_S = 30.0
 MAX_NAME_CHARS = 128
 MAX_TOOL_BYTES = 1 << 16
 _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
-"""What a call may raise when the server is not there, beside MCPError with this code (also over HTTP):"""
+"""Errors of a call to a server that is not there, beside MCPError with this code (also over HTTP):"""
 CONNECTION_CLOSED = -32000
 
 
@@ -97,7 +97,7 @@ class McpServer:
         await self._close()
 
     async def call(self, tool: str, arguments: dict[str, Any], *, again: bool) -> mcp_types.CallToolResult:
-        """What the server answers. `again`: the call may be repeated when the server died under it. Raises ToolError."""
+        """Answer of the server. `again`: the call may be repeated when the server died under it. Raises ToolError."""
         try:
             return await self._call(tool, arguments)
         except _Died as died:
@@ -263,7 +263,7 @@ def _cause(error: BaseException) -> str:
 
 
 def rules_of(error: ValidationError) -> str:
-    """What pydantic found wrong, in one line; without the values, which may be long."""
+    """Rules of pydantic that are broken, in one line; without the values, which may be long."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:3])
 
@@ -293,7 +293,7 @@ class McpTool(BaseTool):
 
 
 def _check(tool: mcp_types.Tool, *, server: str) -> None:
-    """What a server says about a tool stands in every prompt, and its patterns are compiled. Raises ToolError."""
+    """Bound a tool's description, which stands in every prompt, and its patterns, which are compiled. Raises ToolError."""
     if not (tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS):
         raise ToolError(
             f"names of MCP server {server}'s tools must be at most {MAX_NAME_CHARS} printable characters, got "

@@ -49,7 +49,7 @@ class WireExperts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
-    """What one completion sampled since its last output."""
+    """Part of one completion since its last output."""
 
     index: int
     text: str
@@ -61,11 +61,11 @@ class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
     versions: list[tuple[str, int, int]]
     """(weight version, first token, token after its last), of the whole completion."""
     experts: WireExperts | None = None
-    """Those of the whole completion, when it ends."""
+    """Experts of the whole completion, when it ends."""
 
 
 class WireOutput(msgspec.Struct, array_like=True, frozen=True):
-    """What a request's completions sampled since its last output."""
+    """Parts of a request's completions since its last output."""
 
     completions: list[WireCompletion]
     finished: bool
@@ -109,7 +109,7 @@ class VLLMCodec:
         return params
 
     def shows_logprobs(self, params: Any) -> bool:
-        """Whether the request asked to see log-probabilities; else the HTTP layer looks at none."""
+        """True if the request asked to see log-probabilities; else the HTTP layer looks at none."""
         return NUMBERS_ONLY not in (params.extra_args or {})
 
     def output_of(self, wire: WireOutput, *, request_id: str) -> Any:
@@ -149,7 +149,7 @@ class VLLMCodec:
     def rebuilt(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled]
     ) -> Rebuilt:
-        """What makes outputs of deltas, for one request."""
+        """Maker of outputs from deltas, for one request."""
         return Rebuilt(prompt_token_ids, params, request_id=request_id, sampled=sampled)
 
 

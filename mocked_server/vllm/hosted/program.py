@@ -26,7 +26,7 @@ from mocked_server.vllm.hosted.engine_host import EngineHost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """What a host is made of. `host`, `trusted`: see `buffers.wire.address.way_to`."""
+    """Settings of a host. `host`, `trusted`: see `buffers.wire.address.way_to`."""
 
     __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
     engine: EngineSettings
