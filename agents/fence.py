@@ -290,11 +290,11 @@ def hold(folder: str, *, network: bool, mounts: Sequence[Mapping[str, Any]]) -> 
         _make(folder, network=network, mounts=mounts, gate=gate)
     os.close(gate)
     with os.fdopen(first, encoding="utf-8") as source:
-        pid, _, told = source.read().partition("\n")
-    if told or not pid:
+        pid, _, refusal = source.read().partition("\n")
+    if refusal or not pid:
         os.waitpid(maker, 0)
         shutil.rmtree(folder, ignore_errors=True)
-        sys.exit(told or "the room ended before it was there")
+        sys.exit(refusal or "the room ended before it was there")
     print("ready", pid, flush=True)
     kept = False
     while said := os.read(0, 4096):

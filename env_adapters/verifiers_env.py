@@ -325,16 +325,16 @@ def tasks_of(taskset: str, *, options: Mapping[str, Any], env: str, number: int 
     rows = _rows(json.dumps({"id": env, "taskset": {"id": taskset, **options}}, sort_keys=True))
     if number is None and not rows.env.taskset.bounded:
         raise EnvError(f"taskset {taskset} has no end: the number of tasks must be given; add --number")
-    found = []
+    tasks = []
     for index, row in enumerate(rows.first(number)):
         shown = plain(opening(row.data)) or [{"role": "user", "content": row.data.name or f"{taskset} {index}"}]
         info = {"index": index, "name": row.data.name or ""}
-        found.append(
+        tasks.append(
             Task(
                 task_id=f"{taskset}:{index}", prompt=shown, data_source=taskset, agent_name="env_agent", extra_info=info
             )
         )
-    return found
+    return tasks
 
 
 def main() -> None:

@@ -163,8 +163,8 @@ class Answers:
         """The answer that this attempt asks for again: first one that did not reach its client, then the latest."""
         if attempt == 0:
             return None
-        found = [a for k, a in reversed(self._answers) if k == key and a.attempt < attempt and a.replayable]
-        return max(found, key=lambda answer: not answer.delivered, default=None)
+        answers = [a for k, a in reversed(self._answers) if k == key and a.attempt < attempt and a.replayable]
+        return max(answers, key=lambda answer: not answer.delivered, default=None)
 
     def keep(self, key: bytes, answer: Answer) -> None:
         """Remember an answer that was started; forget those that will not be asked for any more."""

@@ -143,10 +143,10 @@ def verdict_of(said: str) -> tuple[float | None, str]:
     decoder = json.JSONDecoder()
     for brace in [match.start() for match in re.finditer(r"\{", said)][:-65:-1]:
         with suppress(ValueError, RecursionError):
-            found, _ = decoder.raw_decode(said, brace)
-            if "score" not in found:
+            verdict, _ = decoder.raw_decode(said, brace)
+            if "score" not in verdict:
                 continue
-            score, hint = found["score"], found.get("hint") or ""
+            score, hint = verdict["score"], verdict.get("hint") or ""
             if isinstance(hint, str) and (score is None or _is_score(score)):
                 return (None if score is None else float(score)), hint[:MAX_HINT_CHARS]
     raise ValueError(f"no verdict: {' '.join(said[-100:].split())!r}")

@@ -230,8 +230,8 @@ class Watching:
             except BadRecord as error:
                 causes[str(error)] += 1
                 continue
-            told = {"messages": whole.messages, "tools": whole.tools, "source": whole.source, "model": whole.model}
-            rows.append({**told, **weighed(score, min_score=self._settings.min_score)})
+            line = {"messages": whole.messages, "tools": whole.tools, "source": whole.source, "model": whole.model}
+            rows.append({**line, **weighed(score, min_score=self._settings.min_score)})
         for cause, number in causes.items():
             logger.info("watched session %s: %d: %s", path.stem, number, cause)
         self._counts["left_out"] += not rows

@@ -218,7 +218,7 @@ class EpisodeTools:
 
     async def rewards(self) -> dict[str, float]:
         """`calc_reward` of each tool that was created, by name. Raises ToolError when one gives no finite number."""
-        found = {}
+        rewards = {}
         for name, instance in list(self._instances.items()):
             tool = self.tools[name]
             given = self._given(name, "calc_reward_kwargs")
@@ -228,8 +228,8 @@ class EpisodeTools:
                     raise _bad_result(tool, reward)
             except _Fault as fault:
                 raise ToolError(f"calc_reward of tool {name} must give a finite number: {fault.text}") from None
-            found[name] = float(reward)
-        return found
+            rewards[name] = float(reward)
+        return rewards
 
     async def create(self, names: Iterable[str]) -> None:
         """Open instances of these tools now. Raises ToolError when one cannot be."""

@@ -257,11 +257,11 @@ class EngineFleet:
         self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]:
         """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        samples: dict[str, tuple[list[int], list[float]]] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):
-                found[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
-        return found
+                samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
+        return samples
 
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
         """See `LayerEngine`; empty for an engine that cannot show them."""

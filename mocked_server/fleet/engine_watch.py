@@ -135,10 +135,10 @@ def kv_share(engine: EngineFigures) -> float:
 
 def metrics_of(engines: Sequence[EngineRates]) -> dict[str, float]:
     """`engine/<name>/<figure>` of each, and how many of them are up."""
-    found = {"engine/up": float(sum(engine.now.is_up for engine in engines))}
+    figures = {"engine/up": float(sum(engine.now.is_up for engine in engines))}
     for engine in engines:
-        found |= {f"engine/{engine.now.name}/{figure}": value for figure, value in _metrics(engine).items()}
-    return found
+        figures |= {f"engine/{engine.now.name}/{figure}": value for figure, value in _metrics(engine).items()}
+    return figures
 
 
 def _metrics(engine: EngineRates) -> dict[str, float]:

@@ -167,9 +167,9 @@ _TOO_LONG = re.compile(
 def respelled(path: str, status: int, body: bytes) -> bytes:
     """An error of vLLM's HTTP layer as the dialect of `path` spells it: its own checks answer in OpenAI's form."""
     message, code = message_of(body), None
-    if (found := _TOO_LONG.search(message)) is not None:
-        limit = int(found[1])
-        number = int(found[2]) if found[3] == "input tokens" else limit + 1
+    if (match := _TOO_LONG.search(message)) is not None:
+        limit = int(match[1])
+        number = int(match[2]) if match[3] == "input tokens" else limit + 1
         code, status = "context_length_exceeded", 400
         if is_anthropic(path):
             message = f"prompt is too long: {number} tokens > {limit} maximum"

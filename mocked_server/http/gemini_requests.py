@@ -316,10 +316,10 @@ class _Messages:
         """The id of the call that this is the result of: by its id, else the first of its name that has none yet."""
         by_id = [call for call in self._unanswered if call[0] == result.id]
         by_name = [call for call in self._unanswered if call[1] == result.name]
-        if not (found := by_id or by_name):
+        if not (calls := by_id or by_name):
             return result.id or result.name
-        self._unanswered.remove(found[0])
-        return found[0][0]
+        self._unanswered.remove(calls[0])
+        return calls[0][0]
 
     def _put(self, message: Message) -> None:
         self.messages.append(message)
@@ -442,15 +442,17 @@ def json_schema_of(schema: Any) -> Any:
     fields = {
         to_camel(name) if "_" in name and not name.startswith("$") else name: value for name, value in schema.items()
     }
-    told = {name: _value(name, value) for name, value in fields.items() if name not in LEFT_OUT and value is not None}
-    if told.get("type") == "type_unspecified":
-        del told["type"]
+    translated = {
+        name: _value(name, value) for name, value in fields.items() if name not in LEFT_OUT and value is not None
+    }
+    if translated.get("type") == "type_unspecified":
+        del translated["type"]
     if fields.get("nullable") is True:
-        if isinstance(told.get("type"), str):
-            told["type"] = [told["type"], "null"]
-        if isinstance(told.get("enum"), list):
-            told["enum"] = [*told["enum"], None]
-    return told
+        if isinstance(translated.get("type"), str):
+            translated["type"] = [translated["type"], "null"]
+        if isinstance(translated.get("enum"), list):
+            translated["enum"] = [*translated["enum"], None]
+    return translated
 
 
 def _value(name: str, value: Any) -> Any:

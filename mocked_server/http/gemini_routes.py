@@ -207,8 +207,8 @@ def _event(event: bytes, *, answer: StreamedAnswer) -> bytes:
         status = error.get("code")
         status = status if isinstance(status, int) else 500
         return error_event(GEMINI_STREAM, status=status, message=str(error.get("message")), code="")
-    told = answer.take(chunk)
-    return b"" if told is None else DATA + json.dumps(told).encode() + b"\r\n\r\n"
+    translated = answer.take(chunk)
+    return b"" if translated is None else DATA + json.dumps(translated).encode() + b"\r\n\r\n"
 
 
 def _parsed(body: bytes) -> Any:

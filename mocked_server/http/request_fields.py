@@ -161,8 +161,8 @@ def refused(path: str, body: bytes) -> Failure | None:
     if not rules or (fields := fields_of(body)) is None:
         return None
     for rule in rules:
-        if found := rule.refuses(fields.get(rule.field)):
-            field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
+        if refusal := rule.refuses(fields.get(rule.field)):
+            field = f"{rule.field}.{refusal[:50]}" if isinstance(refusal, str) else rule.field
             return _unsupported(field, f"{field} is not supported: {rule.remedy}")
     return None
 
@@ -182,8 +182,8 @@ def _too_many(body: bytes) -> Failure | None:
     shapes = [shape_of(text.encode(errors="replace")) for text in _arguments(fields)]
     number = sum(max(shape.num_containers, shape.num_strings // 8) for shape in shapes)
     if number > MAX_CONTAINERS:
-        told = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
-        return _unsupported("arguments", told)
+        message = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
+        return _unsupported("arguments", message)
     return None
 
 

@@ -124,10 +124,10 @@ async def read_body(
 
 def told_length(scope: Scope, *, max_bytes: int) -> int | None:
     """Length of the body by the head; None when it comes in chunks. Raises Failure."""
-    told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
-    if b"transfer-encoding" in told:
+    headers = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+    if b"transfer-encoding" in headers:
         return None
-    length = int(told.get(b"content-length", b"0")[:20])
+    length = int(headers.get(b"content-length", b"0")[:20])
     if length > max_bytes:
         raise _too_large(length, max_bytes=max_bytes)
     return length
@@ -150,8 +150,8 @@ def check_shape(body: bytes, *, max_containers: int | None = None) -> None:
         return
     shape = shape_of(body)
     if shape.depth > MAX_DEPTH:
-        told = f"JSON must be nested at most {MAX_DEPTH} deep, got {shape.depth} or more; send it flatter"
-        raise body_refused(400, told)
+        message = f"JSON must be nested at most {MAX_DEPTH} deep, got {shape.depth} or more; send it flatter"
+        raise body_refused(400, message)
     if max_containers is not None:
         limits = {"objects and lists": max_containers, "strings": MAX_STRINGS, "values": MAX_VALUES}
         counts = (shape.num_containers, shape.num_strings, shape.num_values)

@@ -426,6 +426,6 @@ async def _first_token(server: Server, token_id: int) -> Tokens:
     from mocked_server.vllm.engine_requests import probe
 
     async with aclosing(server.sample(probe(token_id))) as stream:
-        found = [tokens async for tokens in stream]
-    joined = [token for tokens in found for token in tokens.token_ids]
-    return Tokens(token_ids=joined, logprobs=[row for tokens in found for row in tokens.logprobs])
+        parts = [tokens async for tokens in stream]
+    joined = [token for tokens in parts for token in tokens.token_ids]
+    return Tokens(token_ids=joined, logprobs=[row for tokens in parts for row in tokens.logprobs])

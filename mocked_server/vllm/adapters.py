@@ -53,8 +53,8 @@ class Adapter:
 
 def label_of(name: str) -> str | None:
     """The version of the policy that an adapter of this name is; None: it is none of ours."""
-    found = _NAME.match(name)
-    return None if found is None else found[1]
+    match = _NAME.match(name)
+    return None if match is None else match[1]
 
 
 class PolicyAdapters:

@@ -129,12 +129,12 @@ def interrupted(llm: Any, request_id: str) -> list[Sampled]:
         for inner in processor.external_req_ids.get(request_id, ())
         if inner in processor.request_states
     ]
-    found = [_sampled(state) for state in states]
+    completions = [_sampled(state) for state in states]
     parents: Sequence[Any] = [state.parent_req for state in states if state.parent_req is not None]
     if parents:
         ended = [output for output in parents[0].output_aggregator if output is not None]
-        found += [_ended(output) for output in ended]
-    return sorted(found, key=lambda sampled: sampled.index)
+        completions += [_ended(output) for output in ended]
+    return sorted(completions, key=lambda sampled: sampled.index)
 
 
 def given_up(output: Any) -> list[Sampled]:

@@ -261,8 +261,8 @@ def seed_of(episode_id: str, seed: int) -> int:
 
 def _field_in(message: str) -> str | None:
     """`$.seed` at the end of a message of msgspec's."""
-    _, found, path = message.rpartition("`$.")
-    return path.rstrip("`").split("[")[0] if found else None
+    _, mark, path = message.rpartition("`$.")
+    return path.rstrip("`").split("[")[0] if mark else None
 
 
 def leave_tool_calls_free() -> None:

@@ -74,14 +74,14 @@ class McpServer:
     async def __aenter__(self) -> list[BaseTool]:
         """Raises ToolError when the server does not start, or has not the tools that were selected."""
         session = await self._open()
-        found = {tool.name: tool for tool in session.tools}
+        tools = {tool.name: tool for tool in session.tools}
         for name in self.selected or ():
-            if name not in found:
+            if name not in tools:
                 await self._close()
                 raise ToolError(
-                    f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
+                    f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, tools)}"
                 )
-        chosen = found if self.selected is None else {name: found[name] for name in self.selected}
+        chosen = tools if self.selected is None else {name: tools[name] for name in self.selected}
         try:
             return [McpTool(tool, server=self, config=self.config) for tool in chosen.values()]
         except (ToolError, ValidationError) as error:
@@ -264,8 +264,8 @@ def _cause(error: BaseException) -> str:
 
 def rules_of(error: ValidationError) -> str:
     """Rules of pydantic that are broken, in one line; without the values, which may be long."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:3])
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors[:3])
 
 
 class McpTool(BaseTool):

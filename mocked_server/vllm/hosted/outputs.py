@@ -325,9 +325,9 @@ def pack_logprobs(logprobs: Any) -> WireLogprobs | None:
         values = [entry.logprob for _, entry in entries]
         ranks = [entry.rank for _, entry in entries]
         texts = [entry.decoded_token for _, entry in entries]
-    told = list(texts) if any(text is not None for text in texts) else None
+    shown_texts = list(texts) if any(text is not None for text in texts) else None
     return WireLogprobs(
-        hasattr(logprobs, "start_indices"), counts, list(ids), array("d", values).tobytes(), list(ranks), told
+        hasattr(logprobs, "start_indices"), counts, list(ids), array("d", values).tobytes(), list(ranks), shown_texts
     )
 
 

@@ -205,8 +205,8 @@ class RemoteEngine:
 
     def figures(self) -> EngineFigures:
         """The figures that the host told last, a second ago at most."""
-        found = self._sum()
-        return replace(found, name=self.name, is_up=self.is_up, version=self.version, restarts=max(0, self._life - 1))
+        figures = self._sum()
+        return replace(figures, name=self.name, is_up=self.is_up, version=self.version, restarts=max(0, self._life - 1))
 
     def _sum(self) -> EngineFigures:
         now, before = self._figures, self._before
