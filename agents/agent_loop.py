@@ -35,7 +35,7 @@ _registry: dict[str, str] = {}
 
 
 class AgentLoopMetrics(BaseModel):
-    """How an episode spent its time, in seconds, and how often the engine set it aside."""
+    """Seconds of an episode by work, and the number of times that the engine set it aside."""
 
     model_config = ConfigDict(extra="allow")
     generate_sequences: float = 0.0
@@ -92,7 +92,7 @@ class AgentLoopBase(ABC):
 
     _class_initialized: ClassVar[bool] = False
     sees_ground_truth: ClassVar[bool] = False
-    """Whether `run` gets the task's `ground_truth`: for loops that hand it to an environment."""
+    """True if `run` gets the task's `ground_truth`: for loops that hand it to an environment."""
 
     def __init__(
         self,

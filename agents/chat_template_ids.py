@@ -75,7 +75,7 @@ def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Seq
 
 
 def _closing(tokenizer: Any, *, tools: Sequence[Any] | None) -> str:
-    """What the template writes after an answer that ends a conversation."""
+    """Text of the template after an answer that ends a conversation."""
     opening: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": STAND_IN}]
     return _render(tokenizer, opening, tools=tools, prompt=False).rpartition(STAND_IN)[2]
 

@@ -52,7 +52,7 @@ OUTPUT_WAIT_S = 5.0
 
 
 class EpisodeService(Protocol):
-    """What agents ask of the server, in Python (the HTTP routes are the same)."""
+    """The server as agents use it, in Python (the HTTP routes are the same)."""
 
     async def lease_episode(self, *, wait_s: float) -> LeasedEpisode | None:
         """The next episode, None when there is none yet. Raises PoolClosed when there are no more."""
@@ -151,7 +151,7 @@ async def play_in_lanes(
 async def exit_code(
     child: Child, service: EpisodeService, episode_id: str, *, end: Callable[[], Awaitable[None]]
 ) -> int:
-    """How the program ended; one that still runs after its episode (scored, deadline, stale) is ended by `end`."""
+    """Exit code of the program; one that still runs after its episode (scored, deadline, stale) is ended by `end`."""
     exited = asyncio.create_task(child.wait())
     ended = asyncio.create_task(service.wait_ended(episode_id))
     try:
@@ -307,7 +307,7 @@ class AgentPerEpisode:
 
 
 async def _end_soon(child: Child) -> None:
-    """It has a moment to end by itself."""
+    """Let it end by itself for a moment, then end it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(STOP_GRACE_S):
             await child.wait()

@@ -103,12 +103,12 @@ X32 = 0x40000000
 
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
-"""What a room has of the machine, read-only."""
+"""Folders of the machine that a room has, read-only."""
 OWN = (
     *("app", "home", "logs", "opt", "root", "run", "solution", "srv", "tests", "tmp", "var/tmp"),
     *("proc", "dev/pts", "dev/shm"),
 )
-"""What a room has for itself, in its folder."""
+"""Folders that a room has for itself."""
 ROOM_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 NAMESPACES = ("user", "ipc", "net", "pid", "mnt")
 """The order in which they are joined."""
@@ -290,11 +290,11 @@ def hold(folder: str, *, network: bool, mounts: Sequence[Mapping[str, Any]]) -> 
         _make(folder, network=network, mounts=mounts, gate=gate)
     os.close(gate)
     with os.fdopen(first, encoding="utf-8") as source:
-        pid, _, told = source.read().partition("\n")
-    if told or not pid:
+        pid, _, refusal = source.read().partition("\n")
+    if refusal or not pid:
         os.waitpid(maker, 0)
         shutil.rmtree(folder, ignore_errors=True)
-        sys.exit(told or "the room ended before it was there")
+        sys.exit(refusal or "the room ended before it was there")
     print("ready", pid, flush=True)
     kept = False
     while said := os.read(0, 4096):

@@ -30,14 +30,14 @@ async def traces(
     """(conversations, the tools that they offer)."""
     draw = random.Random(seed)
     answers = [str(task.ground_truth) for task in tasks]
-    found = []
+    conversations = []
     for _ in range(number):
         task = draw.choice(tasks)
         answer = str(task.ground_truth) if draw.random() < right else draw.choice(answers)
         async with toolbox.open(tools_kwargs=task.extra_info["tools_kwargs"]) as tools:
-            found.append(await _trace(task, answer, tools))
+            conversations.append(await _trace(task, answer, tools))
             schemas = tools.schemas
-    return found, schemas
+    return conversations, schemas
 
 
 async def _trace(task: Task, answer: str, tools: EpisodeTools) -> list[Message]:
@@ -72,8 +72,8 @@ def main() -> None:
         write_tasks(arguments.out / f"{split}.parquet", tasks)
         if split == "train":
             wanted = {"number": arguments.num_traces, "right": arguments.right, "seed": arguments.seed}
-            found, schemas = asyncio.run(traces(tasks, Toolbox.load(TOOLS), **wanted))
-            write_traces(arguments.out / "traces.parquet", found, tools=schemas)
+            conversations, schemas = asyncio.run(traces(tasks, Toolbox.load(TOOLS), **wanted))
+            write_traces(arguments.out / "traces.parquet", conversations, tools=schemas)
     print(f"wrote tasks and {arguments.num_traces} traces of {DATA_SOURCE} to {arguments.out}")
 
 

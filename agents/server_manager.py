@@ -54,7 +54,7 @@ class TokenOutput(list[int]):
         """[S] policy version that sampled each id."""
         self.num_preempted = num_preempted
         self.is_trained = is_trained
-        """Whether the policy answered; False: another role of the run."""
+        """True if the policy answered; False: another role of the run."""
 
     @property
     def token_ids(self) -> list[int]:

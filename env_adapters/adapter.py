@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an action led to."""
+    """Result of an action."""
 
     messages: list[Message]
-    """What the environment says next, each with `role` and `content`; may be empty when it is done."""
+    """Next messages of the environment, each with `role` and `content`; may be empty when it is done."""
     done: bool
     reward: float | None = None
     """The part of the episode's `score` that this step earned, where the environment has one: answers after it are not credited
@@ -49,7 +49,7 @@ class EnvAdapter(ABC):
 
     @abstractmethod
     async def step(self, action: str) -> Step:
-        """What the model's text leads to. A text that is no action is answered with a message, not with an error."""
+        """Take the model's text as an action. A text that is no action is answered with a message, not with an error."""
 
     @abstractmethod
     async def score(self) -> float:

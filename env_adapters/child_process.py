@@ -89,7 +89,7 @@ class Child:
         return await self._process.wait()
 
     async def killed(self) -> bool:
-        """Whether a signal has ended it, or does so now."""
+        """True if a signal has ended it, or does so now."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 return await self.wait() < 0

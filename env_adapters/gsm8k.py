@@ -109,14 +109,14 @@ def _task(index: int, question: str, answer: str, *, truth: str, split: str, too
 
 def _file_of(folder: Path, *, split: str) -> Path:
     kinds = (".parquet", ".jsonl")
-    found = sorted(path for path in folder.rglob("*") if split in path.name and path.suffix in kinds)
-    if len(found) != 1:
-        names = [path.relative_to(folder).as_posix() for path in found]
+    files = sorted(path for path in folder.rglob("*") if split in path.name and path.suffix in kinds)
+    if len(files) != 1:
+        names = [path.relative_to(folder).as_posix() for path in files]
         raise TaskError(
             f"--from must be a folder with one .jsonl or .parquet file whose name holds {split!r}, got {names} in {folder}; "
             "put the original files there"
         )
-    return found[0]
+    return files[0]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ from buffers.errors import UnderstudyError
 T = TypeVar("T")
 
 CLEAN_UP_S = 1.0
-"""What a coroutine has for its `finally` after it was cancelled."""
+"""Seconds for a coroutine's `finally` after it was cancelled."""
 THREADS = 64
 """Calls of one sync function at once."""
 
@@ -62,7 +62,7 @@ class CaughtException:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult(Generic[T]):
-    """How a guarded call ended: `value`, or `error`, or neither when its deadline passed."""
+    """End of a guarded call: `value`, or `error`, or neither when its deadline passed."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -109,7 +109,7 @@ class WorkerThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has not ended yet."""
+        """True if the thread has not ended yet."""
         return self._thread.is_alive()
 
     async def call(self, function: Callable[[], T]) -> T:

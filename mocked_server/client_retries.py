@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 GRACE_S = 0.75
 """Seconds that a generation continues without a client. The clients' first retry comes within 0.5 s."""
 KEPT_S = 30.0
-"""How long a complete answer can be replayed; the clients wait at most 8 s between attempts."""
+"""Seconds in which a complete answer can be replayed; the clients wait at most 8 s between attempts."""
 KEPT_ANSWERS = 16
 """Complete answers kept for one episode, the latest."""
 KEPT_DELIVERED = 1
-"""Those of them that may have been delivered already: their client asks again only if it gave up in that moment."""
+"""Answers among them that may have been delivered already: their client asks again only if it gave up in that moment."""
 KEPT_BYTES = 4 * 1024 * 1024
 """Bytes of an episode's latest complete answers together. A larger one is not kept."""
 
@@ -100,7 +100,7 @@ class Answer:
             task.result()  # an application that failed fails this connection too
 
     async def _receive(self) -> Message:
-        """What the application reads: the request, then nothing until the answer is given up."""
+        """Message that the application reads: the request, then nothing until the answer is given up."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -163,8 +163,8 @@ class Answers:
         """The answer that this attempt asks for again: first one that did not reach its client, then the latest."""
         if attempt == 0:
             return None
-        found = [a for k, a in reversed(self._answers) if k == key and a.attempt < attempt and a.replayable]
-        return max(found, key=lambda answer: not answer.delivered, default=None)
+        answers = [a for k, a in reversed(self._answers) if k == key and a.attempt < attempt and a.replayable]
+        return max(answers, key=lambda answer: not answer.delivered, default=None)
 
     def keep(self, key: bytes, answer: Answer) -> None:
         """Remember an answer that was started; forget those that will not be asked for any more."""
@@ -172,7 +172,7 @@ class Answers:
         self.forget()
 
     def forget(self) -> None:
-        """Those that are too old, too many or too large; called whenever one was started or has ended."""
+        """Drop answers that are too old, too many or too large; called whenever one was started or has ended."""
         now = time.monotonic()
         kept, num_complete, num_delivered, num_bytes = [], 0, 0, 0
         for key, answer in reversed(self._answers):

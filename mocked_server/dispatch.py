@@ -49,7 +49,7 @@ class Others:
     """The players of rows that name none of ours."""
 
     agents: bool = True
-    """Whether programs may ask for them. False: none will, and such a row is refused."""
+    """True if programs may ask for them. False: none will, and such a row is refused."""
     default: str | None = None
     """The player of added rows that name none; None: agents."""
 
@@ -245,7 +245,7 @@ def part_scores(live: LiveEpisode, outputs: Sequence[Trajectory]) -> list[tuple[
     """Scores of parts of the episode, beside its own: of each trajectory where several have one, and of single answers.
 
     Raises AgentError when `step_rewards` are not one for each answer."""
-    found = []
+    scores = []
     several = sum(output.reward_score is not None for output in outputs) > 1
     for number, output in enumerate(outputs):
         answers = _answers(live, np.array(output.prompt_ids + output.response_ids, np.int32))
@@ -255,12 +255,12 @@ def part_scores(live: LiveEpisode, outputs: Sequence[Trajectory]) -> list[tuple[
                 f"trajectory {number}: step_rewards must hold one reward for each of its {len(answers)} answers, got "
                 f"{len(rewards)}; write 0.0 where there is none"
             )
-        found += [(reward, ScoreDetail(round_index=at)) for at, reward in zip(answers, rewards, strict=True) if reward]
+        scores += [(reward, ScoreDetail(round_index=at)) for at, reward in zip(answers, rewards, strict=True) if reward]
         if output.reward_score is not None and output.role:
-            found.append((output.reward_score, ScoreDetail(role=output.role)))
+            scores.append((output.reward_score, ScoreDetail(role=output.role)))
         elif several and output.reward_score is not None and answers:
-            found.append((output.reward_score, ScoreDetail(branch=answers[-1])))
-    return found
+            scores.append((output.reward_score, ScoreDetail(branch=answers[-1])))
+    return scores
 
 
 def _answers(live: LiveEpisode, ids: Int32) -> list[int]:

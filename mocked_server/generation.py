@@ -13,11 +13,11 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import EpisodeState, Round
 from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.fleet.engine_fleet import Caller
+from mocked_server.fleet.engine_fleet import Caller, EngineFleet
 from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
 from mocked_server.request_context import AnswerRecorder
 from mocked_server.vllm.sampling_rules import keeps_state
@@ -40,35 +40,6 @@ else. One that ends by itself then has died of it: a request that kills engines 
 something outside has ended (`EngineLost.by_itself`) says nothing of a request, however often."""
 
 
-class Engine(Protocol):
-    """What generation asks of an engine: `mocked_server.fleet.engine_fleet.EngineFleet`."""
-
-    version: int
-    """Newest version of the policy."""
-
-    def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: Any,
-        *,
-        request_id: str,
-        caller: Caller,
-        sampled: Sequence[Sampled] = (),
-        **extra: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`, after what was
-        `sampled` of the request before. Raises EngineLost when the engine dies meanwhile."""
-        ...
-
-    async def wait_restarted(self) -> bool:
-        """Whether an engine that died is replaced; it may wait until it is."""
-        ...
-
-    def forget(self, episode_id: str) -> None:
-        """The episode has ended."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Answer:
     """One prompt's answer while it is generated."""
@@ -79,9 +50,9 @@ class _Answer:
     """Some of it has left for the agent."""
     is_stored: bool = False
     task: asyncio.Task[None] | None = None
-    """What serves it."""
+    """Task that serves it."""
     sampled: Sequence[Sampled] = ()
-    """What an engine that died had sampled: the next one continues it."""
+    """Completions that an engine that died had sampled: the next one continues them."""
 
     def __post_init__(self) -> None:
         self.recorder = AnswerRecorder(self.prompt.request_id)
@@ -134,15 +105,15 @@ class GenerationStats:
 class Generation:
     """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""
 
-    engine: Engine
+    engine: EngineFleet
     _: KW_ONLY
     queue: PromptQueue
     episodes: Episodes
-    """Those that run."""
+    """Running episodes."""
     rounds: Ledger
     blame: Callable[[str], object] = lambda _: None
     """Called with the id of an episode one of whose requests killed the engine that served nothing else."""
-    frozen: Mapping[str, Engine] = field(default_factory=dict)
+    frozen: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Engines of the roles that the policy does not play."""
     adapters: Collection[str] = ()
     """The roles that are adapters of their own."""
@@ -159,7 +130,7 @@ class Generation:
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one suspect that is generated for."""
 
-    def _engine_of(self, prompt: Prompt) -> Engine:
+    def _engine_of(self, prompt: Prompt) -> EngineFleet:
         return self.frozen.get(prompt.role, self.engine)
 
     async def run(self) -> None:
@@ -285,7 +256,7 @@ class Generation:
                 answer.is_sent = True
 
     def _abort(self, answer: _Answer, *, as_: str = ABORTED) -> None:
-        """What was sampled before the end came is a round too."""
+        """Store what was sampled before the end came as a round."""
         if answer.is_stored:
             return
         self.stats.aborted += 1

@@ -34,7 +34,7 @@ DIGEST_CHARS = 32
 SECRET_BYTES = 32
 SECRET_FILE = "server.key"
 OWNER_MARK = "~"
-"""It stands between the number of a server process and the id of an episode that it owns."""
+"""Mark between the number of a server process and the id of an episode that it owns."""
 _NEW = os.O_CREAT | os.O_WRONLY | os.O_EXCL
 
 
@@ -54,7 +54,7 @@ class KeyRing:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self.secret = secret or secrets.token_bytes(SECRET_BYTES)
-        """What the run's other server processes make the same keys of."""
+        """Secret of which the run's other server processes make the same keys."""
         self.worker = self.worker_key("")
         self.scorer = PREFIX + "scorer-" + self._digest("scorer")
         self.admin = PREFIX + "admin-" + self._digest("admin")
@@ -133,20 +133,20 @@ def secret_of_run(folder: Path, *, host: str) -> bytes:
 
 
 def round_secret(folder: Path, *, host: str) -> bytes:
-    """What both sides of the wire to the ledger of the run in `folder` prove that they know, where it listens on `host`; it opens
+    """Secret of both sides of the wire to the ledger of the run in `folder`, where it listens on `host`; it opens
     nothing else. Raises SecretError."""
     check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
     return wire_secret(folder, host=host, label=b"rows")
 
 
 def wire_secret(folder: Path, *, host: str, label: bytes) -> bytes:
-    """What both sides of a wire of the run in `folder` prove that they know; it opens nothing else. `host`: of its server. Raises
+    """Secret of both sides of a wire of the run in `folder`; it opens nothing else. `host`: of its server. Raises
     SecretError."""
     return hmac.digest(secret_of_run(folder, host=host), label, "sha256")
 
 
 def process_secret(secret: bytes) -> bytes:
-    """What the run and its server processes prove to each other that they know; it follows from the run's secret."""
+    """Secret shared by the run and its server processes, derived from the run's secret."""
     return hmac.digest(secret, b"server processes", "sha256")
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ENDING = ".users.json"
 LIVE = f"{PREFIX}live."
-"""How such a key begins; its user's name follows, then a secret."""
+"""Beginning of such a key; its user's name follows, then a secret."""
 NAME = re.compile(r"[A-Za-z0-9_]{1,40}")
 
 
@@ -55,7 +55,7 @@ class LiveKeys:
         return name if secrets.compare_digest(known["sha256"], _hash(key)) else None
 
     def is_excluded(self, name: str) -> bool:
-        """Whether this user's requests are answered, and nothing of them is stored."""
+        """True if this user's requests are answered, and nothing of them is stored."""
         return bool(self.read().get(name, {}).get("excluded"))
 
     def read(self) -> dict[str, dict[str, Any]]:
@@ -99,7 +99,7 @@ class LiveKeys:
         return key
 
     def revoke(self, name: str) -> None:
-        """It opens nothing any more, from the next request on."""
+        """Close the API to this key, from the next request on."""
         keys = dict(self.read())
         if name not in keys:
             raise LiveKeyError(

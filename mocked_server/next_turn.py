@@ -18,13 +18,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
 from buffers.errors import TaskError, UnderstudyError
 from buffers.outgoing import ROLE, Outgoing
 from buffers.records import MAX_HINT_CHARS
+from configs.schema import NextTurnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,6 @@ MAX_CHARS = 8192
 """Characters of an answer, and of what was said next, that are shown: the last ones of the first, the first ones of the second."""
 Ask = Callable[[str, int], Awaitable[str]]
 """(question, most tokens) -> what the model says."""
-
-
-class Settings(Protocol):
-    """The section `serve.judge` of the configuration."""
-
-    prompt: str
-    max_tokens: int
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class NextTurnJudge:
     """`ask`: the model. `tell(episode_id, round_index, score, hint)`: takes what it says; a score is 0 to 1."""
 
     def __init__(
-        self, settings: Settings, *, ask: Ask, tell: Callable[[str, int, float, str], Awaitable[object]]
+        self, settings: NextTurnConfig, *, ask: Ask, tell: Callable[[str, int, float, str], Awaitable[object]]
     ) -> None:
         self._settings = settings
         self._prompt = read_prompt(settings.prompt)
@@ -117,7 +110,7 @@ class NextTurnJudge:
             logger.info("the judge of the next turn gave no verdict: %r", error)
 
     def figures(self) -> dict[str, float]:
-        """How often since the start."""
+        """Counts since the start."""
         return {f"live/judge_{name}": float(self._counts[name]) for name in ("judged", "silent", "failed", "left_out")}
 
 
@@ -130,7 +123,7 @@ class ChatModel:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def ask(self, text: str, max_tokens: int) -> str:
-        """What it says. Raises httpx2.HTTPError, ValueError."""
+        """Answer of the model. Raises httpx2.HTTPError, ValueError."""
         body = {
             "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0.0
         }  # fmt: skip
@@ -150,10 +143,10 @@ def verdict_of(said: str) -> tuple[float | None, str]:
     decoder = json.JSONDecoder()
     for brace in [match.start() for match in re.finditer(r"\{", said)][:-65:-1]:
         with suppress(ValueError, RecursionError):
-            found, _ = decoder.raw_decode(said, brace)
-            if "score" not in found:
+            verdict, _ = decoder.raw_decode(said, brace)
+            if "score" not in verdict:
                 continue
-            score, hint = found["score"], found.get("hint") or ""
+            score, hint = verdict["score"], verdict.get("hint") or ""
             if isinstance(hint, str) and (score is None or _is_score(score)):
                 return (None if score is None else float(score)), hint[:MAX_HINT_CHARS]
     raise ValueError(f"no verdict: {' '.join(said[-100:].split())!r}")
@@ -164,5 +157,5 @@ def _is_score(value: object) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """What cannot leave its tags."""
+    """Text that cannot leave its tags."""
     return text.replace("</", "< /")

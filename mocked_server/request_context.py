@@ -221,7 +221,7 @@ class AnswerRecorder:
             part.experts = getattr(completion, "routed_experts", None)  # of a whole answer, with its last output
 
     def so_far(self, number: int) -> list[Sampled]:
-        """Those of `number` completions that have not finished, for an engine that continues them."""
+        """Unfinished ones of `number` completions, for an engine that continues them."""
         parts = ((index, self._completions.setdefault(index, _Completion())) for index in range(number))
         return [
             Sampled(

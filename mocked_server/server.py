@@ -36,10 +36,11 @@ from buffers.prompt_queue import PromptQueue
 from buffers.records import Episode, LeasedEpisode, Round, ScoreDetail, Verdict
 from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import NextTurnConfig, RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, LoopPlayer, Others, Play, ScoreFn, left_out, part_scores
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.attribution import Attribution
@@ -53,10 +54,9 @@ from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
 from mocked_server.live_sessions import LiveSessions
 from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
-from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
+from mocked_server.vllm.serving import QueueClient, build_serving_app
 from mocked_server.watching import Watching
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ FULL_S = 1.0
 
 
 class ScoreSink(Protocol):
-    """What stores scores, from any thread."""
+    """A store of scores, called from any thread."""
 
     def __call__(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool | None:
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
@@ -121,11 +121,11 @@ class MockedServer:
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self.processes = processes
         self.versions: VersionService | None = None
-        """Those that users may be served; None: there is one, the newest."""
+        """Versions that users may be served; None: there is one, the newest."""
         self.sessions: LiveSessions | None = None
-        """Those of users, whose agents nobody starts; None: there are none."""
+        """Sessions of users, whose agents nobody starts; None: there are none."""
         self.engines: EngineWatch | None = None
-        """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
+        """Figures of the engines for `GET /status` and `GET /metrics`; None: none."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._args = args
@@ -199,7 +199,7 @@ class MockedServer:
         """Token ids as text, control tokens included."""
         return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
-    def attach_engine(self, engine: Sleeper) -> None:
+    def attach_engine(self, engine: EngineFleet) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""
         self._client.sleeper = engine
 
@@ -223,7 +223,7 @@ class MockedServer:
             self._tasks.append(asyncio.create_task(self.processes.run(), name="keep server processes"))
 
     def _front(self) -> PortRouter:
-        """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
+        """The listening application: the model API, the episode routes and, on a port of its own, the administrator's."""
         episode_routes = BodyLimit(build_app(self), max_bytes=MAX_EPISODE_ROUTE_BYTES)
         return PortRouter(
             Attribution(
@@ -366,7 +366,7 @@ class MockedServer:
         )  # fmt: skip
         return self.sessions
 
-    def judge_next_turns(self, settings: NextTurnSettings, *, ask: Ask | None) -> None:
+    def judge_next_turns(self, settings: NextTurnConfig, *, ask: Ask | None) -> None:
         """Have the answers to users judged by what is said next. `ask`: the model; None: the policy. Before `start`."""
         assert self.sessions is not None, "serve_users() first"
         sessions = self.sessions
@@ -492,7 +492,7 @@ class MockedServer:
         return self.pool.enqueue_task(Path(path))
 
     def episode_view(self, episode_key: str) -> dict[str, Any]:
-        """What a scorer may know of the episode with this key: its id and its task with the ground truth."""
+        """View of the episode with this key for a scorer: its id and its task with the ground truth."""
         episode_id = self.keys.episode_of(episode_key)
         if episode_id is None:
             raise UnknownEpisode("the key opens no episode; send the episode's api_key in X-Episode-Key")

@@ -69,7 +69,7 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generatio
 """One token is no answer: Claude Code asks for it to see its quota, and whether a model is there."""
 TURN = "x-codex-turn-metadata"
 KINDS = re.compile(r'(?s).*"request_kind"\s*:\s*"(?!turn")(\w+)')
-"""What Codex says that it asks for, in a header and in `client_metadata`: a turn, or something else."""
+"""Codex's word for the kind of a request, in a header and in `client_metadata`: a turn, or something else."""
 PROMPTS = (
     ("compaction prompt", "user", "You are performing a CONTEXT CHECKPOINT COMPACTION"),  # Codex
     ("compaction prompt", "user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools"),  # Claude Code
@@ -103,20 +103,20 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class SessionMark:
-    """What a request says of its session."""
+    """Session of a request, as its client names it."""
 
     name: str
-    """What the client calls its session, also after a restart that continues it; empty where it says nothing."""
+    """Client's name of its session, also after a restart that continues it; empty where it says nothing."""
     is_side: bool
     """A title, a token count, a summary, a suggestion: no round of the main line or of a sub-agent."""
     why: str
-    """What told it, for people; empty where nothing did."""
+    """Source of the mark, for people; empty where there is none."""
     agent: str = ""
-    """What the client calls the sub-agent of the session that asks; empty for the main line, or where it does not say."""
+    """Client's name of the sub-agent that asks; empty for the main line, or where it does not say."""
 
 
 def session_mark(path: str, headers: Sequence[tuple[bytes, bytes]], body: Mapping[str, Any]) -> SessionMark:
-    """What a request to `path` says of its session. `headers`: their names in any case; `body`: its JSON, of any shape."""
+    """Read the session of a request to `path`. `headers`: their names in any case; `body`: its JSON, of any shape."""
     sent = {name.lower(): value.decode("latin-1").strip() for name, value in headers}
     name, told_by = _name(sent, body)
     agent = next((sent[header] for header in AGENTS if _is_name(sent.get(header)) and sent[header] != name), "")
@@ -139,7 +139,7 @@ def _name(sent: Mapping[bytes, str], body: Mapping[str, Any]) -> tuple[str, str]
 
 
 def _side(path: str, sent: Mapping[bytes, str], body: Mapping[str, Any]) -> str:
-    """What kind of side call it is; empty for a round of the session's main line or of a sub-agent."""
+    """Kind of a side call; empty for a round of the session's main line or of a sub-agent."""
     if why := next((why for end, why in PATHS if path.endswith(end)), ""):
         return why
     if field := next((field for field in LIMITS if type(limit := _at(body, field)) is int and limit == 1), ""):
@@ -160,7 +160,7 @@ def _system_texts(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _user_texts(body: Mapping[str, Any]) -> Iterator[str]:
-    """Those of the last message of the user that has any; a tool's result may have none."""
+    """Texts of the last message of the user that has any; a tool's result may have none."""
     asked = (message for message in reversed(_messages(body)) if _at(message, "role") == "user")
     return iter(next(filter(None, (list(_beginnings(message)) for message in asked)), []))
 
@@ -172,7 +172,7 @@ def _messages(body: Mapping[str, Any]) -> list[Any]:
 
 
 def _beginnings(message: Any) -> Iterator[str]:
-    """How each text of a message begins, or of its content alone: one text, or a list of texts and of objects with one."""
+    """Beginning of each text of a message, or of its content alone: one text, or a list of texts and of objects with one."""
     content = next(filter(None, (_at(message, "content"), _at(message, "parts"))), message)
     for block in content[:_MOST_BLOCKS] if isinstance(content, list) else [content]:
         text = block if isinstance(block, str) else _at(block, "text")
@@ -181,7 +181,7 @@ def _beginnings(message: Any) -> Iterator[str]:
 
 
 def _at(body: Any, path: str) -> Any:
-    """What stands in a body under a path with dots; None where nothing does."""
+    """Value in a body under a path with dots; None where there is none."""
     for key in path.split("."):
         body = body.get(key) if isinstance(body, Mapping) else None
     return body

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Scope, Send
 
@@ -26,6 +26,7 @@ from buffers.disk import replacing, why_refused
 from buffers.ledger.ledger import Ledger
 from buffers.log_forms import BadRecord, checked
 from buffers.log_forms import Session as Conversation
+from configs.schema import UpstreamConfig
 from mocked_server.http.dialects import CHAT, MESSAGES, RESPONSES, Failure
 from mocked_server.http.other_models import Asked, Message, asked_of, digests, said_of
 from mocked_server.http.roles import Refused, Upstream
@@ -39,16 +40,6 @@ MOST_KEPT_BYTES = 16 << 20
 MOST_KNOWN = 4096
 """Answers of a user's unnamed sessions that a request is compared with, the latest."""
 PATHS = {None: (CHAT, RESPONSES, MESSAGES), "openai": (CHAT, RESPONSES), "anthropic": (MESSAGES,)}
-
-
-class Settings(Protocol):
-    """The section `serve.upstream` of the configuration."""
-
-    dialect: Any
-    share: float
-    step: float
-    floor: float
-    min_score: float
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +60,7 @@ class Watching:
     before it."""
 
     def __init__(
-        self, upstream: Upstream, *, folder: Path, ledger: Ledger, settings: Settings, num_promoted: Callable[[], int],
+        self, upstream: Upstream, *, folder: Path, ledger: Ledger, settings: UpstreamConfig, num_promoted: Callable[[], int],
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.upstream = upstream
@@ -102,7 +93,7 @@ class Watching:
         return self._num_promoted() > 0
 
     def draws(self, path: str) -> bool:
-        """Whether the other model answers a session that begins now, in this dialect."""
+        """True if the other model answers a session that begins now, in this dialect."""
         return path in self._paths and self._random.random() < self.share
 
     async def read(self, path: str, body: Mapping[str, Any]) -> tuple[Asked, list[bytes]] | None:
@@ -239,8 +230,8 @@ class Watching:
             except BadRecord as error:
                 causes[str(error)] += 1
                 continue
-            told = {"messages": whole.messages, "tools": whole.tools, "source": whole.source, "model": whole.model}
-            rows.append({**told, **weighed(score, min_score=self._settings.min_score)})
+            line = {"messages": whole.messages, "tools": whole.tools, "source": whole.source, "model": whole.model}
+            rows.append({**line, **weighed(score, min_score=self._settings.min_score)})
         for cause, number in causes.items():
             logger.info("watched session %s: %d: %s", path.stem, number, cause)
         self._counts["left_out"] += not rows
@@ -319,7 +310,7 @@ class Watching:
 
 
 def is_down(failure: Failure) -> bool:
-    """It is the other server's fault, and no matter of this request."""
+    """True if it is the other server's fault, and no matter of this request."""
     return failure.status in (408, 429) or failure.status >= 500
 
 
@@ -331,7 +322,7 @@ def weighed(score: float | None, *, min_score: float) -> dict[str, float | None]
 
 
 def _conversations(lines: Sequence[Mapping[str, Any]], *, name: str) -> Iterator[Conversation]:
-    """Those of a session: what no later exchange continues. An answer that stands in two is learned from the first."""
+    """Conversations of a session: what no later exchange continues. An answer that stands in two is learned from the first."""
     wholes = _wholes(lines)
     continued = {line["of"] for line in lines if line["of"] >= 0 and line["keep"] == len(wholes[line["of"]][0])}
     learned: set[int] = set()

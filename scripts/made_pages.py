@@ -85,7 +85,7 @@ def short() -> str:
     return "\n".join(["| what | figure | command |", "|---|---|---|", *lines]) + "\n"
 
 
-# The fields that the model API refuses, and those that it ignores, in docs/agents.md.
+# The fields that the model API refuses, in docs/agents.md.
 
 
 def refused() -> str:
@@ -109,14 +109,6 @@ def refused() -> str:
         for (where, remedy), names in fields.items()
     )
     return "\n".join(chain(("| field | where | instead |", "|---|---|---|"), lines)) + "\n"
-
-
-def ignored() -> str:
-    """A row for each rule."""
-    from mocked_server.http.request_fields import IGNORED
-
-    lines = (f"| {what} | {where} | {effect} |" for what, where, effect in IGNORED)
-    return "\n".join(chain(("| what | where | what happens |", "|---|---|---|"), lines)) + "\n"
 
 
 # Where a run goes out over HTTP, and within which bounds, in SECURITY.md.
@@ -313,7 +305,6 @@ MADE = {
     "short": (short, "README.md", "results"),
     "models": (models, "docs/models.md", ""),
     "refused": (refused, "docs/agents.md", "refused"),
-    "ignored": (ignored, "docs/agents.md", "ignored"),
     "outgoing": (outgoing_table, "SECURITY.md", "outgoing"),
 }
 """Name -> what makes it, the file, and the marks in the file between which it stands; none: it is the file."""

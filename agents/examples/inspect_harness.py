@@ -36,7 +36,7 @@ def lease(*, wait_s: float) -> Any:
 
 
 def task_of(leased: Any) -> inspect_ai.Task:
-    """What is yours: any solver (agents and tools too) and any scorer. The truth is for those who have the scorer's key."""
+    """Your part: any solver (agents and tools too) and any scorer. The truth is for those who have the scorer's key."""
     truth = judge.get("/episode", headers={"X-Episode-Key": leased["api_key"]}).raise_for_status().json()["task"]
     messages = [ROLES[each["role"]](content=each["content"]) for each in leased["task"]["prompt"]]
     return inspect_ai.Task(

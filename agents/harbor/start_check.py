@@ -85,9 +85,9 @@ def check_program(command: list[str]) -> None:
         words = resolve_command(command)
     except FileNotFoundError as error:
         raise EnvError(f"env.harbor.command must start harbor, got {command}: {error}; {remedy}") from None
-    code, told = _run([*words, "--version"])
-    if code != 0 or not any(part.isdigit() for part in told.replace(".", " ").split()):
-        last = (told.strip().splitlines() or ["nothing"])[-1]
+    code, output = _run([*words, "--version"])
+    if code != 0 or not any(part.isdigit() for part in output.replace(".", " ").split()):
+        last = (output.strip().splitlines() or ["nothing"])[-1]
         raise EnvError(
             f"env.harbor.command must start harbor, but {' '.join(command)} --version ended with code {code} and said: "
             f"{last:.300}; {remedy}"
@@ -95,9 +95,9 @@ def check_program(command: list[str]) -> None:
 
 
 def _check_docker() -> None:
-    code, told = _run(["docker", "info"]) if shutil.which("docker") else (1, "there is no docker program")
+    code, output = _run(["docker", "info"]) if shutil.which("docker") else (1, "there is no docker program")
     if code != 0:
-        last = (told.strip().splitlines() or ["nothing"])[-1]
+        last = (output.strip().splitlines() or ["nothing"])[-1]
         raise EnvError(
             f"env.harbor.environment=docker needs docker, got: {last:.300}; start it, or set "
             f"env.harbor.environment=child or another provider"
@@ -107,10 +107,10 @@ def _check_docker() -> None:
 def _check_room() -> None:
     with tempfile.TemporaryDirectory(prefix="understudy-room-") as folder:
         spec = json.dumps({"network": True, "mounts": []})
-        code, told = _run([sys.executable, "-I", "-S", fence.__file__, "hold", folder, spec])
+        code, output = _run([sys.executable, "-I", "-S", fence.__file__, "hold", folder, spec])
     if code != 0:
         raise EnvError(
-            f"env.harbor.environment=child needs Linux with user namespaces, got: {told.strip()[-300:]}; allow them "
+            f"env.harbor.environment=child needs Linux with user namespaces, got: {output.strip()[-300:]}; allow them "
             f"(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), or set another provider"
         )
 
@@ -142,12 +142,12 @@ OPENAI = frozenset({
     "vibe",
 })  # fmt: skip
 OUTSIDE = frozenset({"computer-1", "dspy-rlm", "terminus-2"})
-"""Those that run in Harbor's own process, beside the environment: they reach what this machine reaches."""
+"""Agents that run in Harbor's own process, beside the environment: they reach what this machine reaches."""
 WITHOUT_MODEL = frozenset({"nop", "oracle"})
 OWN_SERVICE = frozenset({
     "acp", "cline-cli", "cortex-code", "cursor-cli", "devin", "eve", "fabric", "junie", "rovodev-cli",
 })  # fmt: skip
-"""Those whose model's address cannot be set."""
+"""Agents whose model's address cannot be set."""
 
 
 def check_agent(name: str) -> None:

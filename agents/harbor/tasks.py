@@ -99,12 +99,12 @@ def _read_task(place: Path, *, source: str, key: str) -> Task:
             )
     try:
         tomllib.loads(settings.read_text(encoding="utf-8"))
-        told = "" if multi_step else (place / "instruction.md").read_text(encoding="utf-8")
+        instruction = "" if multi_step else (place / "instruction.md").read_text(encoding="utf-8")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskError(f"{key}: {settings} must be TOML, and instruction.md text, got an error: {error}") from None
     return Task(
         task_id=f"{source}/{place.name}",
-        prompt=[{"role": "user", "content": told or place.name}],
+        prompt=[{"role": "user", "content": instruction or place.name}],
         data_source=source,
         extra_info={FOLDER: str(place.absolute())},
     )
@@ -124,8 +124,8 @@ def _task_file(path: str, *, made: Path, command: list[str]) -> Path:
 
 def _download(name: str, *, to: Path, command: list[str]) -> Path:
     """The folder that `harbor download` has filled. One that is there is not downloaded again."""
-    found = DATASET.fullmatch(name)
-    assert found is not None, "check_folders() first"
+    match = DATASET.fullmatch(name)
+    assert match is not None, "check_folders() first"
     folder = to / name.removeprefix(SCHEME).replace("/", "-")
     if folder.is_dir():
         return folder

@@ -121,7 +121,7 @@ class HarborTrials:
         await asyncio.to_thread(self._tidy, place, log=log, keep=failed)
 
     async def _end(self, leased: LeasedEpisode, outcome: Outcome) -> bool:
-        """Whether it failed. One that was ended by others stays as it is."""
+        """True if it failed. One that was ended by others stays as it is."""
         if outcome.score is None:
             logger.info("episode=%s %s", leased.episode_id, outcome.reason)
             await self._service.fail(leased.episode_id, outcome.reason)
@@ -191,7 +191,7 @@ def trial_environment(environment: dict[str, str], *, root: str, server_url: str
 
 
 def read_outcome(folder: Path, *, exit_code: int, log_tail: str, reward: str, graded_errors: list[str]) -> Outcome:
-    """What became of the trial in `folder`, whose program ended with `exit_code`."""
+    """Outcome of the trial in `folder`, whose program ended with `exit_code`."""
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         error, verdict = result["exception_info"] or {}, result["verifier_result"] or {}

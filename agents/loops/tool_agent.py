@@ -69,7 +69,7 @@ class AgentData:
     turn_scores: list[float] = field(default_factory=list)
     """The reward of each call so far."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """What tools leave here is in the output's `extra_fields`."""
+    """Fields that tools add to the output's `extra_fields`."""
 
 
 @register("tool_agent")
@@ -175,7 +175,7 @@ class _Episode:
         return await self._trajectory.generate()
 
     async def _calls(self, answer: list[int]) -> list[FunctionCall] | None:
-        """What the answer asks for; None: the episode is over. An empty list: a call that cannot be read."""
+        """Calls of the answer; None: the episode is over. An empty list: a call that cannot be read."""
         settings = self._settings
         if self._trajectory.is_full or not answer:
             return None

@@ -69,13 +69,13 @@ def read_arguments(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, str):
         raise BadArguments(f"the arguments must be a JSON object, got {type(given).__name__}", is_json=False)
     try:
-        found = json.loads(given, parse_constant=_refuse, parse_float=_finite) if given.strip() else {}
+        arguments = json.loads(given, parse_constant=_refuse, parse_float=_finite) if given.strip() else {}
     except (ValueError, RecursionError) as error:
         rule = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadArguments(f"the arguments must be JSON: {rule}", is_json=False) from None
-    if not isinstance(found, dict):
-        raise BadArguments(f"the arguments must be a JSON object, got {type(found).__name__}", is_json=False)
-    return found
+    if not isinstance(arguments, dict):
+        raise BadArguments(f"the arguments must be a JSON object, got {type(arguments).__name__}", is_json=False)
+    return arguments
 
 
 def check_arguments(arguments: dict[str, Any], *, schema: OpenAIFunctionToolSchema) -> None:

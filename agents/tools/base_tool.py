@@ -34,7 +34,7 @@ class BaseTool(ABC):
         self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        """What the model is shown; None when there is none yet."""
+        """Schema that the model is shown; None when there is none yet."""
         return self.tool_schema or self.own_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:

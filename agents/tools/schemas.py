@@ -55,7 +55,7 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. Text only: a response with an image or a video is refused when it is made."""
+    """Answer of a tool. Text only: a response with an image or a video is refused when it is made."""
 
     text: str | None = None
     image: list[Any] | None = None

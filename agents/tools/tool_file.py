@@ -58,7 +58,7 @@ class _Entry(BaseModel):
 
 
 def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
-    """What the file names, in its order."""
+    """Tools and sources of a file, in its order."""
     tools: list[BaseTool] = []
     sources: list[ToolSource] = []
     for number, raw in enumerate(_entries(path), start=1):
@@ -91,25 +91,25 @@ def _rules(error: ValidationError) -> str:
 
 
 def _function_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
-    found = find(entry.function or "", folder=folder, place=place)
-    if isinstance(found, FunctionTool):
-        return FunctionTool(found.function, name=entry.name or found.name, config=entry.config)
-    if not callable(found) or isinstance(found, type):
+    function = find(entry.function or "", folder=folder, place=place)
+    if isinstance(function, FunctionTool):
+        return FunctionTool(function.function, name=entry.name or function.name, config=entry.config)
+    if not callable(function) or isinstance(function, type):
         raise ToolError(f"{place}: function must name a function, got {entry.function!r}; a class goes to class_name")
-    return FunctionTool(found, name=entry.name, config=entry.config)
+    return FunctionTool(function, name=entry.name, config=entry.config)
 
 
 def _class_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
-    found = find(entry.class_name or "", folder=folder, place=place)
-    if not isinstance(found, type) or not issubclass(found, BaseTool):
+    kind = find(entry.class_name or "", folder=folder, place=place)
+    if not isinstance(kind, type) or not issubclass(kind, BaseTool):
         raise ToolError(
-            f"{place}: class_name must name a subclass of agents.tools.base_tool.BaseTool, got {found!r:.100}"
+            f"{place}: class_name must name a subclass of agents.tools.base_tool.BaseTool, got {kind!r:.100}"
         )
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise ToolError(
             f"{place}: {entry.class_name} must implement {', '.join(missing)}, got a class without; write it"
         )
-    return found(entry.config, entry.tool_schema)
+    return kind(entry.config, entry.tool_schema)
 
 
 def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place: str) -> list[ToolSource]:
@@ -131,7 +131,7 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
 
 
 def find(name: str, *, folder: Path, place: str) -> Any:
-    """What `module.attribute`, or `file.py:attribute` beside the YAML, names."""
+    """Object that `module.attribute`, or `file.py:attribute` beside the YAML, names."""
     file, colon, attribute = name.partition(":")
     if colon:
         module = _module_at(inside(file, folder=folder, place=place), place=place)

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 CALL_DEADLINE_S = 60.0
 MAX_RESPONSE_CHARS = 4096
 ToolKwargs = Mapping[str, Mapping[str, Any] | None]
-"""What a task gives one tool: its kinds of kwargs, each with names and values. A parquet file gives None for what is not there."""
+"""Kwargs of a task for one tool: its kinds, each with names and values. A parquet file gives None for what is not there."""
 KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 MAX_REASON_CHARS = 300
 LARGEST = sys.float_info.max
@@ -68,7 +68,7 @@ class ToolFault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What became of a call. `text` is for the model; `reward` is of this step."""
+    """Outcome of a call. `text` is for the model; `reward` is of this step."""
 
     text: str
     ok: bool = True
@@ -218,7 +218,7 @@ class EpisodeTools:
 
     async def rewards(self) -> dict[str, float]:
         """`calc_reward` of each tool that was created, by name. Raises ToolError when one gives no finite number."""
-        found = {}
+        rewards = {}
         for name, instance in list(self._instances.items()):
             tool = self.tools[name]
             given = self._given(name, "calc_reward_kwargs")
@@ -228,8 +228,8 @@ class EpisodeTools:
                     raise _bad_result(tool, reward)
             except _Fault as fault:
                 raise ToolError(f"calc_reward of tool {name} must give a finite number: {fault.text}") from None
-            found[name] = float(reward)
-        return found
+            rewards[name] = float(reward)
+        return rewards
 
     async def create(self, names: Iterable[str]) -> None:
         """Open instances of these tools now. Raises ToolError when one cannot be."""
@@ -296,7 +296,7 @@ class EpisodeTools:
         return dict(self.kwargs.get(name, {}).get(kind) or {})
 
     async def _guarded(self, tool: BaseTool, work: Callable[[], Any]) -> Any:
-        """What `work` gives. Raises _Fault when it raises, or is late."""
+        """Result of `work`. Raises _Fault when it raises, or is late."""
         deadline_s = float(tool.config.get(DEADLINE, self.toolbox.call_deadline_s))
         ended = await call_with_deadline(
             work, name=f"tool {tool.name}", deadline_s=deadline_s, left_behind=self.toolbox.left_behind

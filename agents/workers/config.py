@@ -66,17 +66,17 @@ def loop_class(spec: LoopSpec) -> type[AgentLoopBase]:
 
     module, _, name = spec.target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise TaskError(
             f"agent loop {spec.name!r}: _target_ must be module.Class, got {spec.target!r} ({error}); "
             f"is its folder on PYTHONPATH?"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+    if not (isinstance(kind, type) and issubclass(kind, AgentLoopBase)):
         raise TaskError(
-            f"agent loop {spec.name!r}: _target_ must be an AgentLoopBase, got {found!r}; derive it from that"
+            f"agent loop {spec.name!r}: _target_ must be an AgentLoopBase, got {kind!r}; derive it from that"
         )
-    return found
+    return kind
 
 
 def _spec(entry: object, *, where: str, folder: Path) -> LoopSpec:

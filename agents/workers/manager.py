@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,7 @@ class AgentLoopManager:
             raise AgentError(result.error)
         began = time.monotonic()
         score = await self._judge(task, result)
-        self.figures.add(Figures.of(result, score_s=time.monotonic() - began))
+        self.figures.add(figures_of(result, score_s=time.monotonic() - began))
         return LoopOutcome(score=score, outputs=result.outputs)
 
     async def generate_sequences(self, rows: Sequence[Mapping[str, Any]]) -> list[LoopResult]:
@@ -197,44 +197,29 @@ class AgentLoopManager:
 # Figures of agent loops: where the time of episodes went, and the anatomy of the slowest one (verl's `agent_loop/*`).
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Figures of one episode. Times in seconds, lengths in tokens."""
-
-    generate_sequences: float
-    tool_calls: float
-    compute_score: float
-    num_preempted: float
-    num_turns: float
-    prompt_length: float
-    response_length: float
-    total: float
-    """Time from its start to its score."""
-
-    @classmethod
-    def of(cls, result: LoopResult, *, score_s: float) -> Figures:
-        """Sums over the trajectories of an episode; lengths and turns are those of the longest."""
-        longest = max(result.outputs, key=lambda output: len(output.response_ids))
-        metrics = [output.metrics for output in result.outputs]
-        return cls(
-            generate_sequences=sum(each.generate_sequences for each in metrics),
-            tool_calls=sum(each.tool_calls for each in metrics),
-            compute_score=score_s + sum(each.compute_score for each in metrics),
-            num_preempted=sum(each.num_preempted for each in metrics),
-            num_turns=longest.num_turns,
-            prompt_length=len(longest.prompt_ids),
-            response_length=len(longest.response_ids),
-            total=result.seconds + score_s,
-        )
+def figures_of(result: LoopResult, *, score_s: float) -> dict[str, float]:
+    """Figures of one episode: times in seconds, lengths in tokens. Sums over its trajectories; lengths and turns are those of the
+    longest; `total`: from its start to its score."""
+    longest = max(result.outputs, key=lambda output: len(output.response_ids))
+    metrics = [output.metrics for output in result.outputs]
+    names = ("generate_sequences", "tool_calls", "compute_score", "num_preempted")
+    sums = {name: float(sum(getattr(each, name) for each in metrics)) for name in names}
+    return sums | {
+        "compute_score": score_s + sums["compute_score"],
+        "num_turns": float(longest.num_turns),
+        "prompt_length": float(len(longest.prompt_ids)),
+        "response_length": float(len(longest.response_ids)),
+        "total": result.seconds + score_s,
+    }
 
 
 class LoopFigures:
     """Collects episodes until their figures are taken."""
 
     def __init__(self) -> None:
-        self._episodes: list[Figures] = []
+        self._episodes: list[dict[str, float]] = []
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: dict[str, float]) -> None:
         """One more episode has ended."""
         self._episodes.append(figures)
 
@@ -245,10 +230,10 @@ class LoopFigures:
         if not episodes:
             return {}
         figures = {"agent_loop/episodes": float(len(episodes))}
-        for name in asdict(episodes[0]):
-            values = [float(getattr(episode, name)) for episode in episodes]
+        for name in episodes[0]:
+            values = [episode[name] for episode in episodes]
             figures[f"agent_loop/{name}/min"] = min(values)
             figures[f"agent_loop/{name}/max"] = max(values)
             figures[f"agent_loop/{name}/mean"] = sum(values) / len(values)
-        slowest = max(episodes, key=lambda episode: episode.total)
-        return figures | {f"agent_loop/slowest/{name}": float(value) for name, value in asdict(slowest).items()}
+        slowest = max(episodes, key=lambda episode: episode["total"])
+        return figures | {f"agent_loop/slowest/{name}": value for name, value in slowest.items()}

@@ -29,7 +29,7 @@ DEFAULT_AGENT = "single_turn_agent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is made from."""
+    """Settings of a worker."""
 
     loops: tuple[LoopSpec, ...]
     model_path: str
@@ -45,12 +45,12 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """How an episode's loop ended: with `outputs`, or with an `error`."""
+    """End of an episode's loop: with `outputs`, or with an `error`."""
 
     outputs: tuple[AgentLoopOutput, ...] = ()
     error: str = ""
     answer: str = ""
-    """What the model said, all turns in order, as text: for a scorer."""
+    """Text of the model, all turns in order: for a scorer."""
     seconds: float = 0.0
 
 
@@ -152,7 +152,7 @@ class AgentLoopWorker:
         return self._manager
 
     def _answer(self, outputs: Sequence[AgentLoopOutput]) -> str:
-        """What the model said in the last trajectory; tools' and environments' words are left out."""
+        """Text of the model in the last trajectory; tools' and environments' words are left out."""
         if not outputs:
             raise UnderstudyError("an agent loop must return at least one AgentLoopOutput, got none")
         last = outputs[-1]

@@ -1,7 +1,7 @@
 """`Service`: methods that other processes call over the wire, on an event loop or in the listener's own thread.
 
 A subclass has the methods, each marked `rpc.remote`: a ledger's (`buffers.remote.ledger_server`), published weights
-(`buffers.weights.version_server`), an engine's (`mocked_server.fleet.engine_host`), the run's for its server processes
+(`buffers.weights.version_server`), an engine's (`mocked_server.vllm.hosted.engine_host`), the run's for its server processes
 (`mocked_server.processes.prompt_host`). What a method raises at once, for what it must not be asked, ends the connection that
 asked; what its coroutine or its later answer raises is the answer. Invariants: calls of a connection begin in their order; items of
 a stream go in theirs, those of all streams of one step together; what waits for a slow reader is bounded by what is made for it;

@@ -37,7 +37,7 @@ NAME = "judge"
 """Its name in `data.scorer`, and that of its role."""
 Mode = Literal["absolute", "ranking"]
 PLACES = {"absolute": ("{task}", "{answer}"), "ranking": ("{task}", "{answers}")}
-"""What a rubric has to hold."""
+"""Places that a rubric has to hold."""
 BEST = 10
 TRIES = 3
 PAUSE_S = 0.5
@@ -184,8 +184,8 @@ class Judge:
         for one, other in _pairs(members):
             truths = members[one].truth, members[other].truth
             if truths[0] is not None and truths[1] is not None and truths[0] != truths[1]:
-                found = _order(scores, one, other)
-                self._totals.truths.append(0.5 if found == 0 else float((found > 0) == (truths[0] > truths[1])))
+                order = _order(scores, one, other)
+                self._totals.truths.append(0.5 if order == 0 else float((order > 0) == (truths[0] > truths[1])))
         for member, score in zip(members, scores, strict=True):
             if not member.score.done():
                 member.score.set_result(score)
@@ -204,7 +204,7 @@ class Judge:
     async def _ask(
         self, leased: LeasedEpisode, places: Mapping[str, str], *, labels: Sequence[str]
     ) -> dict[str, float]:
-        """What the judge says of each label, 0 to `BEST`. Raises ScoreError."""
+        """Number of each label, 0 to `BEST`, by the judge. Raises ScoreError."""
         # In one go: what stands in an answer is no place.
         text = re.sub("|".join(map(re.escape, places)), lambda place: places[place[0]], self._rubric)
         body: dict[str, Any] = {
@@ -253,9 +253,9 @@ class Judge:
         end, decoder = said[-LOOKED_AT_CHARS:], json.JSONDecoder()
         for brace in [match.start() for match in re.finditer(r"\{", end)][: -OBJECTS_TRIED - 1 : -1]:
             with suppress(ValueError, RecursionError):
-                found, _ = decoder.raw_decode(end, brace)
-                if all(_is_number(found.get(label)) for label in labels):
-                    return {label: float(found[label]) for label in labels}
+                verdict, _ = decoder.raw_decode(end, brace)
+                if all(_is_number(verdict.get(label)) for label in labels):
+                    return {label: float(verdict[label]) for label in labels}
         raise ValueError(f"no verdict with {', '.join(labels[:3])}: {' '.join(said[-MAX_SHOWN_CHARS:].split())!r}")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "model:"
-"""What precedes the folder in `data.scorer`."""
+"""Prefix of the folder in `data.scorer`."""
 PASS_TOKENS = 16384
 """Most tokens of one forward pass, padding included; a longer answer has a pass of its own."""
 

@@ -64,7 +64,7 @@ class Rewards:
         self._collectors = {source: by_name[name] for source, name in named.items()}
 
     def judges(self, task: Task, *, exit_code: int) -> bool:
-        """Whether a program that played this task and ended so is judged here."""
+        """True if a program that played this task and ended so is judged here."""
         collector = self._of(task)
         return collector is not None and (exit_code == 0 or collector.sees_exit_code)
 
@@ -161,12 +161,12 @@ class _Collector:
         return [self._verdict(score) if isinstance(score, Mapping) else score for score in scores]
 
     def _verdict(self, said: Mapping[Any, Any]) -> Verdict:
-        """What a scorer says as a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
+        """Verdict of a scorer that gives a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
         judges = {"": said["score"]} if "score" in said else {name: said[name] for name in said if name != "hint"}
         hint = said.get("hint") or ""
         named = all(isinstance(name, str) and len(name) <= MAX_JUDGE_CHARS for name in judges)
-        told = isinstance(hint, str) and len(hint) <= MAX_HINT_CHARS
-        if not judges or not named or not told or not all(_is_score(score) for score in judges.values()):
+        has_short_hint = isinstance(hint, str) and len(hint) <= MAX_HINT_CHARS
+        if not judges or not named or not has_short_hint or not all(_is_score(score) for score in judges.values()):
             raise ScoreError(
                 f"data.scorer {self.name} must give a number, or a mapping of names (at most {MAX_JUDGE_CHARS} characters) to "
                 f"numbers with an optional hint (at most {MAX_HINT_CHARS}), got {dict(said)!r:.100}"
@@ -175,7 +175,7 @@ class _Collector:
 
 
 def _is_score(value: object) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """True if it is a finite number, and no truth value."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
     except OverflowError:  # a whole number that no float holds
@@ -196,14 +196,14 @@ def resolve(name: str, *, batch: bool) -> Batch:
         return partial(_one_by_one, SCORERS[name])
     module, _, function = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), function) if module else None
+        scorer = getattr(importlib.import_module(module), function) if module else None
     except (ImportError, AttributeError) as error:
         raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
-    if not callable(found):
+    if not callable(scorer):
         raise TaskError(
             f"data.scorer must be module.function, a URL, {reward_model.PREFIX}FOLDER, or {one_of(name, [*SCORERS, JUDGE])}"
         )
-    return partial(_whole, found) if batch else partial(_one_by_one, found)
+    return partial(_whole, scorer) if batch else partial(_one_by_one, scorer)
 
 
 def _one_by_one(function: Callable[[Task, str], float], tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:

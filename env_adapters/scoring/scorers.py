@@ -23,7 +23,7 @@ _NUMBER = r"-?[0-9.,]+"
 
 
 class ProgramOutput(str):
-    """What a program wrote to its standard output (the end of it, when it is long), and how the program ended."""
+    """Standard output of a program (the end of it, when it is long), and its exit code."""
 
     __slots__ = ("exit_code",)
     exit_code: int
@@ -72,8 +72,8 @@ def contains(task: Task, answer: str) -> float:
 
 def gsm8k_strict(task: Task, answer: str) -> float:
     """1 when the last `#### number` of the answer is the ground truth, letter for letter but for commas (18.0 is not 18)."""
-    truth, found = _truth(task), re.findall(rf"#### ({_NUMBER})", answer[-ANSWER_CHARS:])
-    return float(bool(found) and found[-1].replace(",", "") == truth)
+    truth, numbers = _truth(task), re.findall(rf"#### ({_NUMBER})", answer[-ANSWER_CHARS:])
+    return float(bool(numbers) and numbers[-1].replace(",", "") == truth)
 
 
 def gsm8k_flexible(task: Task, answer: str) -> float:

@@ -99,7 +99,7 @@ class WalkServer:
     playing: set[asyncio.Task[Any]] = field(default_factory=set)
     """The connections."""
     episodes: set[str] = field(default_factory=set)
-    """Those that are being played."""
+    """Episodes that are being played."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its key to its last line. A bad one is logged and closed; the others stay."""
@@ -157,7 +157,7 @@ class WalkServer:
         await write_line(writer, {**last, "done": True})
 
     async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
-        """What is reported of the episode, in order, and the last line to the agent."""
+        """Scores of the episode, in order, and the last line to the agent."""
         game = WalkGame(task)
         answer = await ask({"messages": game.reset()})
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from mocked_server.http.dialects import (
     MESSAGES,
     RESPONSES,
 )
+from mocked_server.http.other_models import asked_of
 
 NAMES = {
     CHAT: "OpenAI chat completions",
@@ -44,7 +45,7 @@ ENV_ANSWER = {
     "observation": "",
     "messages": [{"role": "user", "content": "Hi"}],
 }
-"""What the stand-in for the environment says to everything; see `mocked_server.check.trial`."""
+"""Answer of the stand-in for the environment to everything; see `mocked_server.check.trial`."""
 NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
 TIMED_OUT = 124
 LAST_LINES = 4
@@ -55,7 +56,7 @@ NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialObservations:
-    """What the agent sent and was answered, as `mocked_server.check.trial` saw it."""
+    """Requests of the agent and their answers, as `mocked_server.check.trial` saw it."""
 
     command: Sequence[str]
     exit_code: int
@@ -67,7 +68,7 @@ class TrialObservations:
     last_words: str = ""
     """The end of what it printed."""
     env_messages: int = 0
-    """What it sent to `ENV_ADDRESS`."""
+    """Messages to `ENV_ADDRESS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Report:
     features: dict[str, int]
     errors: list[str]
     needs: list[str] = field(default_factory=list)
-    """What the configuration of a run must set for it."""
+    """Keys that the configuration of a run must set for it."""
     env_messages: int = 0
     advice: list[str] = field(default_factory=list)
 
@@ -226,7 +227,7 @@ def _advice(
 
 
 def features_of(path: str, fields: dict[str, Any]) -> list[str]:
-    """What a request asks for beyond a plain answer."""
+    """Features that a request asks for beyond a plain answer."""
     choice = fields.get("tool_choice")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     text = str(fields.get("messages") or fields.get("input") or "")
@@ -236,9 +237,7 @@ def features_of(path: str, fields: dict[str, Any]) -> list[str]:
         "forced tools": choice == "required"
         or (isinstance(choice, dict) and choice.get("type") in ("any", "tool", "function")),
         "one call at a time": fields.get("parallel_tool_calls") is False,
-        "response_format": (fields.get("response_format") or {}).get("type") not in (None, "text")
-        or (fields.get("text") or {}).get("format")
-        or (fields.get("output_config") or {}).get("format"),
+        "response_format": _format(fields).get("type") not in (None, "text"),
         "several choices": (fields.get("n") or 1) > 1,
         "stop": fields.get("stop") or fields.get("stop_sequences"),
         "seed": fields.get("seed") is not None,
@@ -278,8 +277,10 @@ Fields = dict[str, Any]
 
 def line_for(path: str, fields: Fields) -> str:
     """A tool call (as hermes writes it), an example of the requested format, or a short answer."""
-    tools = _tools(path, fields)
-    results = _num_results(path, fields)
+    asked = asked_of(path, {"messages": [], "input": "-", **fields})
+    tools = _tools(asked.tools or () if asked else ())
+    brings = [message.get("role") == "tool" for message in asked.messages] if asked else []
+    results = sum(now and not before for before, now in zip([False, *brings], brings, strict=False))
     choice = fields.get("tool_choice")
     name = _named(choice)
     forced = name is not None or choice in ("required", {"type": "any"})
@@ -288,7 +289,7 @@ def line_for(path: str, fields: Fields) -> str:
         if results == 1 and not forced and fields.get("parallel_tool_calls") is not False:
             called = [tools[1 % len(tools)], tools[2 % len(tools)]]
         return "\n".join(_call(tool, example(schema)) for tool, schema in called)
-    schema = _output_schema(path, fields)
+    schema = _output_schema(fields)
     return ANSWER if schema is None else json.dumps(example(schema))
 
 
@@ -335,32 +336,14 @@ def _call(name: str, arguments: Any) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def _tools(path: str, fields: Fields) -> list[tuple[str, Any]]:
+def _tools(offered: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
     """(name, schema of its arguments) of each function that the request offers."""
-    found = []
-    for tool in fields.get("tools") or ():
-        if path == CHAT:
-            tool = tool.get("function", {})
-        elif path == RESPONSES and tool.get("type") != "function":
-            continue  # tools that a server runs
-        schema = tool.get("input_schema") if path == MESSAGES else tool.get("parameters")
-        if "name" in tool:
-            found.append((str(tool["name"]), schema or {"type": "object"}))
-    return found
-
-
-def _num_results(path: str, fields: Fields) -> int:
-    """Turns of the conversation that bring tool results."""
-    if path == RESPONSES:
-        items = fields.get("input")
-        kinds = [str(item.get("type")) for item in items if isinstance(item, dict)] if isinstance(items, list) else []
-        brings = [kind.endswith("_call_output") for kind in kinds]
-    elif path == MESSAGES:
-        parts = [m.get("content") for m in fields.get("messages") or ()]
-        brings = [isinstance(p, list) and any(block.get("type") == "tool_result" for block in p) for p in parts]
-    else:
-        brings = [message.get("role") == "tool" for message in fields.get("messages") or ()]
-    return sum(now and not before for before, now in zip([False, *brings], brings, strict=False))
+    functions = [tool.get("function", tool) for tool in offered]
+    return [
+        (str(function["name"]), function.get("parameters") or {"type": "object"})
+        for function in functions
+        if "name" in function
+    ]
 
 
 def _named(choice: Any) -> str | None:
@@ -370,14 +353,18 @@ def _named(choice: Any) -> str | None:
     return None if name is None else str(name)
 
 
-def _output_schema(path: str, fields: Fields) -> Any:
+def _format(fields: Fields) -> Fields:
+    """The form that the answer must have, of any dialect; empty: none."""
+    forms = (
+        fields.get("response_format"),
+        *((fields.get(name) or {}).get("format") for name in ("text", "output_config")),
+    )
+    return next(filter(None, forms), {})
+
+
+def _output_schema(fields: Fields) -> Any:
     """The JSON schema that the answer must follow; None: free text."""
-    if path == RESPONSES:
-        wanted = (fields.get("text") or {}).get("format") or {}
-    elif path == MESSAGES:
-        wanted = (fields.get("output_config") or {}).get("format") or {}
-    else:
-        wanted = fields.get("response_format") or {}
+    wanted = _format(fields)
     if wanted.get("type") == "json_object":
         return {"type": "object"}
     if wanted.get("type") != "json_schema":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from buffers.records import Row
 from mocked_server.check.report import LINE
-from mocked_server.fleet.engine_fleet import Caller
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.vllm.engine import VLLMEngine
 
 FORCED = "forced_ids"
@@ -49,7 +48,7 @@ REHEARSAL_ARGUMENTS = {
     "logits_processors": [f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
     "logprobs_mode": "raw_logprobs",
 }
-"""What vLLM's arguments must say for `TrialEngine`."""
+"""Values that vLLM's arguments must have for `TrialEngine`."""
 
 
 def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
@@ -68,37 +67,23 @@ def spelled(line: str, *, encode: Callable[[str], list[int]], seed: int) -> list
     return ids
 
 
-class TrialEngine:
-    """Wraps a started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS."""
+class TrialEngine(EngineFleet):
+    """A fleet of one started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS."""
 
     def __init__(self, engine: VLLMEngine, *, tokenizer: Any) -> None:
-        self._engine = engine
+        super().__init__([engine])
         self._tokenizer = tokenizer
         self._num_lines = 0
-        self.version = 0
 
-    async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, caller: Caller, **extra: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Generates as `VLLMEngine.generate`, with the words of the request's line."""
+    def generate(self, prompt_token_ids: list[int], params: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        """See `EngineFleet.generate`; samples the words of the request's line."""
         line = (params.extra_args or {}).pop(LINE, None)
         if line is not None:
             self._num_lines += 1
             ids = spelled(line, encode=self._encode, seed=self._num_lines)
             params.extra_args = {**(params.extra_args or {}), FORCED: [*ids, self._tokenizer.eos_token_id]}
-            params.structured_outputs = (
-                None  # the line follows the schema already; a grammar would change log-probabilities
-            )
-        async with aclosing(self._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)) as outputs:
-            async for output in outputs:
-                yield output
-
-    async def wait_restarted(self) -> bool:
-        """It is not started again."""
-        return False
-
-    def forget(self, episode_id: str) -> None:
-        """It keeps nothing of an episode."""
+            params.structured_outputs = None  # the line follows the schema; a grammar would change log-probabilities
+        return super().generate(prompt_token_ids, params, **more)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

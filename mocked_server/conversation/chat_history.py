@@ -191,12 +191,12 @@ def _number(text: str) -> float:
 
 DIGEST_BYTES = 16
 TEMPLATE_INPUTS = ("tools", "documents", "reasoning_effort")
-"""What a template may write before the first message; a change of it changes the beginning of every prompt."""
+"""Inputs that a template may write before the first message; a change of one changes the beginning of every prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a chat was asked with besides its messages. Equal ones are shared by the rounds of an episode."""
+    """Options of a chat besides its messages. Equal ones are shared by the rounds of an episode."""
 
     template_kwargs: dict[str, Any]
     tool_choice: Any

@@ -33,7 +33,7 @@ ROUND_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class EpisodeMemory:
-    """What the requests of one episode hold now; `http.request_limits.RequestMemory` counts into it."""
+    """Memory of the requests of one episode; `http.request_limits.RequestMemory` counts into it."""
 
     in_flight_bytes: int = 0
     """Bytes of bodies that are being read or answered."""
@@ -119,7 +119,7 @@ class LiveEpisode:
     kept_bytes: int = 0
     """About what the rounds below take in memory."""
     memory: EpisodeMemory = field(default_factory=EpisodeMemory)
-    """What its requests hold."""
+    """Memory of its requests."""
     tree: TokenTree = field(init=False)
     """Verifies the rounds that this process records."""
     _asked: dict[bytes, ChatOptions] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class LiveEpisode:
                 open_ += live.children
 
     def drop(self) -> None:
-        """It has ended: what it remembered is given up now, also where a timer or a request still knows it."""
+        """Free its rounds now: timers and requests may still hold the object."""
         for kept in (self.rounds, self.roots, self.by_history, self.openings, self._asked):
             kept.clear()
         self.answers = Answers()
@@ -229,7 +229,7 @@ class LiveEpisode:
 
 
 def common_prefix(one: Int32, other: Int32) -> int:
-    """How many ids both begin with."""
+    """Number of ids that both begin with."""
     common = min(len(one), len(other))
     differs = np.flatnonzero(one[:common] != other[:common])
     return int(differs[0]) if len(differs) else common
@@ -270,11 +270,11 @@ class Episodes:
         return [name for name, live in self._live.items() if worker is None or live.worker == worker]
 
     def silent(self, seconds: float) -> list[str]:
-        """Those with an agent that was not heard for so long."""
+        """Episodes whose agent was not heard for `seconds`."""
         return [live.episode_id for live in self.quiet(seconds) if live.worker is not None]
 
     def quiet(self, seconds: float) -> list[LiveEpisode]:
-        """Those of which nothing was heard for so long."""
+        """Episodes without a request for `seconds`."""
         since = time.monotonic() - seconds
         return [live for live in self._live.values() if live.requests == 0 and live.heard < since]
 
@@ -299,7 +299,7 @@ _INPUTS_END, _IDENTITY_END = 2 * DIGEST_BYTES, 4 * DIGEST_BYTES
 
 
 def memo_of(chat: Conversation | None, cause: BranchCause | None = None) -> bytes:
-    """What the ledger keeps of a chat beside its ids: the digests by which a later request is recognised, then why it could not
+    """Memo of a chat in the ledger, beside its ids: the digests by which a later request is recognised, then why it could not
     continue the answer before, for people (`buffers.ledger.branches`)."""
     if chat is None:
         return b""

@@ -42,7 +42,7 @@ CUT_AGAIN = 0.5
 has drained to an earlier cut."""
 RELAPSE_S = 30.0
 PERMISSION_S = 15.0
-"""What the last look allowed is void after so long: an overload may be what kept the next look from being made."""
+"""Seconds after which the permission of the last look is void: an overload may be what kept the next look from being made."""
 
 
 class Admission:
@@ -120,12 +120,12 @@ class Admission:
         self._capacity = capacity
 
     def _preempted(self, engines: Sequence[EngineFigures]) -> bool:
-        """Whether an engine has preempted since the last look."""
+        """True if an engine has preempted since the last look."""
         before, self._preemptions = self._preemptions, {engine.name: engine.preemptions for engine in engines}
         return any(count > before.get(name, count) for name, count in self._preemptions.items())
 
     def _has_queue(self, engines: Sequence[EngineFigures], *, now: float) -> bool:
-        """Whether too many prompts have waited for too long."""
+        """True if too many prompts have waited for too long."""
         waiting = sum(engine.waiting for engine in engines)
         busy = sum(engine.running for engine in engines) - waiting
         if busy <= 0 or waiting <= QUEUE * busy:

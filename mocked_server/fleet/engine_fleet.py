@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is, for its route. `alone`: its engine serves nothing else meanwhile, and is none of `apart_from`, where
+    """Caller of a request, for its route. `alone`: its engine serves nothing else meanwhile, and is none of `apart_from`, where
     there is another one."""
 
     episode_id: str
@@ -159,7 +159,7 @@ class EngineFleet:
             self._join(engine)
 
     async def _dismiss(self, engine: FleetEngine, error: EngineError) -> None:
-        """It died too often. Raises `error` when no other engine is left."""
+        """Drop an engine that died too often. Raises `error` when no other engine is left."""
         del self._engines[engine.name]
         await engine.close()
         if not self._engines:
@@ -179,7 +179,7 @@ class EngineFleet:
 
     # What generation asks
 
-    def generate(
+    async def generate(
         self,
         prompt_token_ids: list[int],
         params: Any,
@@ -191,20 +191,9 @@ class EngineFleet:
     ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's RequestOutputs of the engine that serves this caller. Raises EngineLost when that dies meanwhile; a
         request that finds none waits until one is back."""
-        return self._generate(prompt_token_ids, params, request_id, caller, sampled, extra)
-
-    async def _generate(
-        self,
-        ids: list[int],
-        params: Any,
-        request_id: str,
-        caller: Caller,
-        sampled: Sequence[Sampled],
-        extra: dict[str, Any],
-    ) -> AsyncGenerator[Any, None]:
-        tokens = len(ids) + sum(len(one.token_ids) for one in sampled)
+        tokens = len(prompt_token_ids) + sum(len(one.token_ids) for one in sampled)
         async with self._engine_alone(caller) if caller.alone else self._engine_among_others(caller, tokens) as engine:
-            outputs = engine.generate(ids, params, request_id=request_id, sampled=sampled, **extra)
+            outputs = engine.generate(prompt_token_ids, params, request_id=request_id, sampled=sampled, **extra)
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output
@@ -255,7 +244,7 @@ class EngineFleet:
             self._routes.leave(name)  # it is dead, and `run` has not looked yet
 
     async def wait_restarted(self) -> bool:
-        """Whether engines that die are replaced, so that a request may be sent again."""
+        """True if engines that die are replaced, so that a request may be sent again."""
         return self.is_supervised
 
     def forget(self, episode_id: str) -> None:
@@ -268,11 +257,11 @@ class EngineFleet:
         self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]:
         """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        samples: dict[str, tuple[list[int], list[float]]] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):
-                found[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
-        return found
+                samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
+        return samples
 
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
         """See `LayerEngine`; empty for an engine that cannot show them."""

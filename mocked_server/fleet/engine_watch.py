@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from buffers.tasks.task_pool import TaskPool
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.member import EngineFigures
 
@@ -23,16 +24,6 @@ WINDOW_S = 10.0
 Figures = Callable[[], Sequence[EngineFigures]]
 
 
-class Slots(Protocol):
-    """What is asked of the task pool."""
-
-    max_running: int
-
-    def metrics(self) -> Mapping[str, float]:
-        """`pool/running` and `pool/scored`, among others."""
-        ...
-
-
 class EngineWatch:
     """`figures`: those of all engines now. `admission`: None where the number of slots is given."""
 
@@ -40,7 +31,7 @@ class EngineWatch:
         self,
         figures: Figures,
         *,
-        pool: Slots,
+        pool: TaskPool,
         admission: Admission | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +91,11 @@ class EngineWatch:
 
 MAX_LINES = 8
 """Engines with a line of their own on the panel."""
+IN_STEPS = (
+    *("running", "waiting", "tokens_per_s", "kv_share", "cached_share", "version", "restarts", "preemptions"),
+    "moved_in",
+)
+"""Figures of a step's line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +118,8 @@ class EngineRates:
     @classmethod
     def _of(cls, before: EngineFigures | None, now: EngineFigures, *, seconds: float) -> EngineRates:
         sampled, prompts, cached = (
-            (now.sampled_tokens, now.prompt_tokens, now.cached_tokens)
-            if before is None
-            else (
-                now.sampled_tokens - before.sampled_tokens,
-                now.prompt_tokens - before.prompt_tokens,
-                now.cached_tokens - before.cached_tokens,
-            )
+            getattr(now, name) - (getattr(before, name) if before is not None else 0)
+            for name in ("sampled_tokens", "prompt_tokens", "cached_tokens")
         )
         return cls(
             now=now,
@@ -144,26 +135,16 @@ def kv_share(engine: EngineFigures) -> float:
 
 def metrics_of(engines: Sequence[EngineRates]) -> dict[str, float]:
     """`engine/<name>/<figure>` of each, and how many of them are up."""
-    found = {"engine/up": float(sum(engine.now.is_up for engine in engines))}
+    figures = {"engine/up": float(sum(engine.now.is_up for engine in engines))}
     for engine in engines:
-        found |= {f"engine/{engine.now.name}/{figure}": value for figure, value in _metrics(engine).items()}
-    return found
+        figures |= {f"engine/{engine.now.name}/{figure}": value for figure, value in _metrics(engine).items()}
+    return figures
 
 
 def _metrics(engine: EngineRates) -> dict[str, float]:
-    now = engine.now
-    cached = {} if engine.cached_share is None else {"cached_share": engine.cached_share}
-    return {
-        "running": float(now.running),
-        "waiting": float(now.waiting),
-        "tokens_per_s": engine.tokens_per_s,
-        "kv_share": kv_share(now),
-        **cached,
-        "version": float(now.version),
-        "restarts": float(now.restarts),
-        "preemptions": float(now.preemptions),
-        "moved_in": float(now.moved_in),
-    }
+    """Figures of a step's line, as floats; without a share of the cache that is not known."""
+    figures = status_of(engine)
+    return {name: float(figures[name]) for name in IN_STEPS if figures[name] is not None}
 
 
 def status_of(engine: EngineRates) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """What an engine does now, and did since it started. Counts are of all its lives."""
+    """Figures of an engine, now and since it started. Counts are of all its lives."""
 
     name: str
     is_up: bool
@@ -74,7 +74,7 @@ class EngineFigures:
     running: int
     """Generations under way."""
     waiting: int
-    """Those among them whose prompt waits for room in the cache."""
+    """Generations among them whose prompt waits for room in the cache."""
     tokens_held: int
     """Tokens of the generations under way: prompts and what was sampled."""
     kv_capacity: int

@@ -103,7 +103,7 @@ class Attribution:
     is_full: Callable[[], bool] = bool
     """Nothing more can be recorded for now."""
     elsewhere: Callable[[str, str], ASGIApp | None] | None = None
-    """What passes a model request with this key to this path on to another server process, None where it is served here."""
+    """Forward of a model request with this key to this path to another server process; None where it is served here."""
     find: Callable[[str], Awaitable[LiveEpisode]] | None = None
     """Gets an episode that is not known here yet."""
     has_roles: bool = False

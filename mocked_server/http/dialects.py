@@ -142,7 +142,7 @@ def error_event(path: str, *, status: int, message: str, code: str | None, param
 
 
 def message_of(body: bytes) -> str:
-    """What an error of vLLM's HTTP layer says."""
+    """Message of an error of vLLM's HTTP layer."""
     try:
         error = json.loads(body)
         return str(error["error"]["message"] if "error" in error else error["detail"])
@@ -151,7 +151,7 @@ def message_of(body: bytes) -> str:
 
 
 def too_long(number: int, limit: int) -> str:
-    """What is said of a prompt of so many tokens; as vLLM says it."""
+    """Refusal of a prompt of so many tokens, in vLLM's words."""
     return (
         f"This model's maximum context length is {limit} tokens. However, your prompt contains {number} input tokens, which "
         "leaves no room for an answer. Please reduce the length of the input prompt."
@@ -167,9 +167,9 @@ _TOO_LONG = re.compile(
 def respelled(path: str, status: int, body: bytes) -> bytes:
     """An error of vLLM's HTTP layer as the dialect of `path` spells it: its own checks answer in OpenAI's form."""
     message, code = message_of(body), None
-    if (found := _TOO_LONG.search(message)) is not None:
-        limit = int(found[1])
-        number = int(found[2]) if found[3] == "input tokens" else limit + 1
+    if (match := _TOO_LONG.search(message)) is not None:
+        limit = int(match[1])
+        number = int(match[2]) if match[3] == "input tokens" else limit + 1
         code, status = "context_length_exceeded", 400
         if is_anthropic(path):
             message = f"prompt is too long: {number} tokens > {limit} maximum"
@@ -255,7 +255,7 @@ class Failure(UnderstudyError):
 
 
 FAILURES = (EngineError, EpisodeError, Failure, QueueClosed, RequestFailed, RequestRefused, queue.Full)
-"""What `failure_of` knows."""
+"""Errors that `failure_of` knows."""
 
 
 def failure_of(error: BaseException | None) -> Failure | None:

@@ -8,10 +8,10 @@ served is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from buffers.errors import RequestRefused
@@ -23,9 +23,11 @@ from mocked_server.http.request_fields import MAX_MESSAGES, NO_TOOL_IS_RUN, SEAR
 
 
 class Asked(BaseModel):
-    """Names in either spelling."""
+    """Names in either spelling; what is written has a chat's."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+    model_config = ConfigDict(
+        alias_generator=AliasGenerator(validation_alias=to_camel), populate_by_name=True, extra="ignore"
+    )
 
 
 def _listed(value: Any) -> Any:
@@ -42,7 +44,7 @@ class FunctionCall(Asked):
 
 
 class FunctionResponse(Asked):
-    """What came of a call."""
+    """Result of a call."""
 
     id: str | None = None
     name: str
@@ -82,25 +84,25 @@ class FunctionDeclaration(Asked):
 class Tool(Asked):
     """Functions of the agent; everything else that a tool may be is run by Google."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(_listed)] = None
 
 
 class FunctionCallingConfig(Asked):
-    """Whether functions may or must be called."""
+    """Rules of calling functions."""
 
     mode: str | None = None
     allowed_function_names: list[str] | None = None
 
 
 class ToolConfig(Asked):
-    """How tools are used."""
+    """Rules of using tools."""
 
     function_calling_config: FunctionCallingConfig | None = None
 
 
 class ThinkingConfig(Asked):
-    """How much is thought, and whether it is shown."""
+    """Amount of thought, and if it is shown."""
 
     include_thoughts: bool | None = None
     thinking_budget: int | None = None
@@ -108,14 +110,14 @@ class ThinkingConfig(Asked):
 
 
 class GenerationConfig(Asked):
-    """How an answer is sampled and what form it has."""
+    """Sampling and form of an answer."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
-    max_output_tokens: int | None = None
-    candidate_count: int | None = None
-    stop_sequences: list[str] | None = None
+    max_output_tokens: int | None = Field(default=None, serialization_alias="max_completion_tokens")
+    candidate_count: int | None = Field(default=None, serialization_alias="n")
+    stop_sequences: list[str] | None = Field(default=None, serialization_alias="stop")
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -131,7 +133,7 @@ class GenerationConfig(Asked):
 
 
 class SafetySetting(Asked):
-    """What Google would hold back."""
+    """A filter of Google's."""
 
     category: str | None = None
     threshold: str | None = None
@@ -166,6 +168,11 @@ PLAIN_RESULTS = ({"output"}, {"result"})
 CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required", "MODE_UNSPECIFIED": "auto"}
 """VALIDATED would force calls into their schema, which is not the policy's choice then; see `mocked_server.vllm.sampling_rules`."""
 MAX_PROBLEMS = 5
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "max_output_tokens", "candidate_count", "stop_sequences", "seed"),
+    *("presence_penalty", "frequency_penalty"),
+)
+"""Fields that a chat has too."""
 _ONLY_TEXT = "only text is served"
 REFUSED = {
     "cachedContent": "no conversation is kept for the agent; send the whole one as contents",
@@ -263,7 +270,7 @@ class _Messages:
         """(id, function's name) of calls whose result has not come yet."""
 
     def add_system(self, content: Content) -> None:
-        """What the system says, before all else."""
+        """Add the system's message, before all others."""
         parts = [{"type": "text", "text": _text_of(part)} for part in content.parts or ()]
         if parts:
             self._put({"role": "system", "content": _simplest(parts)})
@@ -309,10 +316,10 @@ class _Messages:
         """The id of the call that this is the result of: by its id, else the first of its name that has none yet."""
         by_id = [call for call in self._unanswered if call[0] == result.id]
         by_name = [call for call in self._unanswered if call[1] == result.name]
-        if not (found := by_id or by_name):
+        if not (calls := by_id or by_name):
             return result.id or result.name
-        self._unanswered.remove(found[0])
-        return found[0][0]
+        self._unanswered.remove(calls[0])
+        return calls[0][0]
 
     def _put(self, message: Message) -> None:
         self.messages.append(message)
@@ -325,8 +332,7 @@ class _Messages:
 def _text_of(part: Part) -> str:
     for name in NOT_TEXT:
         if getattr(part, name) is not None:
-            field = Part.model_fields[name].alias or name
-            raise _unsupported(field)
+            raise _unsupported(to_camel(name))
     return part.text or ""
 
 
@@ -358,9 +364,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         if left := sorted(name for name in others if not (has_functions and name.startswith(SEARCH))):
             raise _unsupported("tools", part=left[0][:50])
         for declared in tool.function_declarations or ():
-            function: dict[str, Any] = {"name": declared.name}
-            if declared.description is not None:
-                function["description"] = declared.description
+            function = declared.model_dump(include={"name", "description"}, exclude_none=True)
             if declared.parameters_json_schema is not None:
                 function["parameters"] = declared.parameters_json_schema
             elif declared.parameters is not None:
@@ -397,20 +401,11 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
     for name, value in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
         if value:
             raise _unsupported(name)
-    top_k = config.top_k
-    asked: Mapping[str, Any] = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": int(top_k) if top_k is not None and top_k.is_integer() else top_k,
-        "max_completion_tokens": config.max_output_tokens,
-        "n": config.candidate_count,
-        "stop": config.stop_sequences,
-        "seed": config.seed,
-        "presence_penalty": config.presence_penalty,
-        "frequency_penalty": config.frequency_penalty,
-        "reasoning_effort": _effort(config.thinking_config),
-    }
-    return {name: value for name, value in asked.items() if value is not None}
+    asked = config.model_dump(include=set(SAMPLING), exclude_none=True, by_alias=True)
+    if (top_k := asked.get("top_k")) is not None and top_k.is_integer():
+        asked["top_k"] = int(top_k)
+    effort = _effort(config.thinking_config)
+    return asked if effort is None else {**asked, "reasoning_effort": effort}
 
 
 def _effort(thinking: ThinkingConfig | None) -> str | None:
@@ -447,15 +442,17 @@ def json_schema_of(schema: Any) -> Any:
     fields = {
         to_camel(name) if "_" in name and not name.startswith("$") else name: value for name, value in schema.items()
     }
-    told = {name: _value(name, value) for name, value in fields.items() if name not in LEFT_OUT and value is not None}
-    if told.get("type") == "type_unspecified":
-        del told["type"]
+    translated = {
+        name: _value(name, value) for name, value in fields.items() if name not in LEFT_OUT and value is not None
+    }
+    if translated.get("type") == "type_unspecified":
+        del translated["type"]
     if fields.get("nullable") is True:
-        if isinstance(told.get("type"), str):
-            told["type"] = [told["type"], "null"]
-        if isinstance(told.get("enum"), list):
-            told["enum"] = [*told["enum"], None]
-    return told
+        if isinstance(translated.get("type"), str):
+            translated["type"] = [translated["type"], "null"]
+        if isinstance(translated.get("enum"), list):
+            translated["enum"] = [*translated["enum"], None]
+    return translated
 
 
 def _value(name: str, value: Any) -> Any:

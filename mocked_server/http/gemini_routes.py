@@ -60,7 +60,7 @@ class StreamedAnswer:
         """(candidate, number of the call) -> (id, name, arguments) of which parts have come."""
 
     def take(self, chunk: Mapping[str, Any]) -> Answer | None:
-        """What to tell now; None: nothing yet."""
+        """Chunk for the client; None: nothing yet."""
         candidates, usage = [], None
         for choice in chunk.get("choices") or ():
             index, delta = choice["index"], choice.get("delta") or {}
@@ -163,7 +163,7 @@ class _Answer:
     start: Message | None = None
     """The start of an answer that is to be changed; None: nothing began, or it is an error."""
     rest: bytes = b""
-    """What has come and was not told yet."""
+    """Bytes that have come and were not told yet."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""
@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _count(body: bytes) -> bytes:
-    """How many tokens a prompt has."""
+    """Number of tokens of a prompt."""
     return json.dumps({"totalTokens": json.loads(body)["count"]}).encode()
 
 
@@ -207,8 +207,8 @@ def _event(event: bytes, *, answer: StreamedAnswer) -> bytes:
         status = error.get("code")
         status = status if isinstance(status, int) else 500
         return error_event(GEMINI_STREAM, status=status, message=str(error.get("message")), code="")
-    told = answer.take(chunk)
-    return b"" if told is None else DATA + json.dumps(told).encode() + b"\r\n\r\n"
+    translated = answer.take(chunk)
+    return b"" if translated is None else DATA + json.dumps(translated).encode() + b"\r\n\r\n"
 
 
 def _parsed(body: bytes) -> Any:

@@ -60,7 +60,7 @@ MAX_REASONS = 32
 MAX_REASON_CHARS = 1000
 NOT_RECORDED = "of a request that is not recorded"
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What vLLM's HTTP layer raises at a request that is not as it expects."""
+"""Errors of vLLM's HTTP layer at a request that is not as it expects."""
 
 
 class Observer(Protocol):
@@ -331,7 +331,7 @@ def _digest(body: bytes, key: bytes) -> bytes:
 
 
 def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """How often the client sent this request before; None when it does not say so."""
+    """Number of earlier attempts of this request; None when it does not say so."""
     count = next((value for name, value in headers if name == RETRY_COUNT), b"")
     return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
 

@@ -49,7 +49,7 @@ class Said:
 
     @property
     def text(self) -> str:
-        """What the record has: its words, then its calls."""
+        """Text for the record: its words, then its calls."""
         if self.message is None:
             return ""
         calls = self.message.get("tool_calls")
@@ -233,7 +233,7 @@ def _anthropic_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def digests(messages: Iterable[Message]) -> list[bytes]:
     """Digests of the conversation up to each message: alike where roles, words and calls are, however a client spells them."""
-    chain, found = hashlib.blake2b(digest_size=DIGEST_BYTES), list[bytes]()
+    chain, prefixes = hashlib.blake2b(digest_size=DIGEST_BYTES), list[bytes]()
     for message in messages:
         calls = [
             (function.get("name"), _value(function.get("arguments")))
@@ -247,8 +247,8 @@ def digests(messages: Iterable[Message]) -> list[bytes]:
             ]
             content = "\n".join(parts)
         chain.update(f"{message.get('role')}\0{str(content or '').strip()}\0{_text(calls)}\1".encode(errors="replace"))
-        found.append(chain.digest())
-    return found
+        prefixes.append(chain.digest())
+    return prefixes
 
 
 def _value(text: Any) -> Any:
@@ -263,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def events_of(answer: str) -> Iterator[Any]:
-    """What an answer holds: the data of its events, or all of it."""
+    """JSON values of an answer: the data of its events, or all of it."""
     lines = [line.removeprefix("data:") for line in answer.splitlines() if line.startswith("data:")] or [answer]
     for line in lines:
         try:

@@ -51,11 +51,11 @@ def _ends_with_an_answer(messages: Any) -> bool:
 
 
 SEARCH = ("web_search", "googleSearch", "google_search")
-"""How the types of tools begin that search the web."""
+"""Beginnings of the types of tools that search the web."""
 _RUN_ELSEWHERE = (
     *SEARCH, "file_search", "code_interpreter", "mcp", "image_generation", "web_fetch", "code_execution", "tool_search_tool",
 )  # fmt: skip
-"""How the types of tools begin that OpenAI or Anthropic run."""
+"""Beginnings of the types of tools that OpenAI or Anthropic run."""
 
 
 def _kind(tool: Any) -> str:
@@ -143,35 +143,6 @@ RULES: dict[str, tuple[_Rule, ...]] = {
 }
 
 
-IGNORED = (
-    (
-        "`temperature`, `top_p`, `top_k`, `min_p`",
-        "all",
-        "the run's own are used: `rollout.temperature`, and the whole distribution",
-    ),
-    ("`seed`", "all", "made the episode's own: equal seeds give equal answers within an episode, others in another"),
-    ("tokens of an answer beyond `rollout.max_tokens`, or the room that is left", "all", "the answer ends there"),
-    (
-        "thinking budgets, `watermarking`",
-        "all",
-        "left to the model; a budget of 0 in Google's dialect turns thinking off",
-    ),
-    ("`strict` of a tool with `tool_choice: auto`, mode `VALIDATED`", "all", "the policy writes its calls freely"),
-    (
-        "web searches (`web_search...`, `googleSearch`) that are offered beside other tools",
-        "all",
-        "left out of the offer",
-    ),
-    (
-        "`store`, `metadata`, `user`, `service_tier`, `prompt_cache_key`, `cache_control`, `labels`",
-        "each its own",
-        "nothing is kept",
-    ),
-    ("`allowed_tools` as a choice", "Responses", "all tools may be called"),
-)
-"""(what, in which dialects, what happens): asks for something, and changes nothing."""
-
-
 def fields_of(body: bytes) -> dict[str, Any] | None:
     """None: it is no JSON object, which is left to vLLM's HTTP layer to say."""
     try:
@@ -190,8 +161,8 @@ def refused(path: str, body: bytes) -> Failure | None:
     if not rules or (fields := fields_of(body)) is None:
         return None
     for rule in rules:
-        if found := rule.refuses(fields.get(rule.field)):
-            field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
+        if refusal := rule.refuses(fields.get(rule.field)):
+            field = f"{rule.field}.{refusal[:50]}" if isinstance(refusal, str) else rule.field
             return _unsupported(field, f"{field} is not supported: {rule.remedy}")
     return None
 
@@ -201,7 +172,7 @@ def _unsupported(field: str, message: str) -> Failure:
 
 
 def _too_many(body: bytes) -> Failure | None:
-    """What would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
+    """Refusal of what would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
     if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or (fields := fields_of(body)) is None:
         return None
     for name, value in fields.items():
@@ -211,13 +182,13 @@ def _too_many(body: bytes) -> Failure | None:
     shapes = [shape_of(text.encode(errors="replace")) for text in _arguments(fields)]
     number = sum(max(shape.num_containers, shape.num_strings // 8) for shape in shapes)
     if number > MAX_CONTAINERS:
-        told = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
-        return _unsupported("arguments", told)
+        message = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
+        return _unsupported("arguments", message)
     return None
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """Those of all tool calls that are text."""
+    """Arguments of all tool calls that are text."""
     if isinstance(value, list):
         for each in value:
             yield from _arguments(each)
@@ -285,7 +256,7 @@ TABLES = {
 
 @cache
 def parser_names(key: str) -> tuple[str, ...]:
-    """What this configuration key may be, sorted."""
+    """Values of this configuration key, sorted."""
     package, table = TABLES[key]
     spec = find_spec("vllm")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []

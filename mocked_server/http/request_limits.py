@@ -123,11 +123,11 @@ async def read_body(
 
 
 def told_length(scope: Scope, *, max_bytes: int) -> int | None:
-    """How long the head says that the body is; None when it comes in chunks. Raises Failure."""
-    told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
-    if b"transfer-encoding" in told:
+    """Length of the body by the head; None when it comes in chunks. Raises Failure."""
+    headers = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+    if b"transfer-encoding" in headers:
         return None
-    length = int(told.get(b"content-length", b"0")[:20])
+    length = int(headers.get(b"content-length", b"0")[:20])
     if length > max_bytes:
         raise _too_large(length, max_bytes=max_bytes)
     return length
@@ -150,8 +150,8 @@ def check_shape(body: bytes, *, max_containers: int | None = None) -> None:
         return
     shape = shape_of(body)
     if shape.depth > MAX_DEPTH:
-        told = f"JSON must be nested at most {MAX_DEPTH} deep, got {shape.depth} or more; send it flatter"
-        raise body_refused(400, told)
+        message = f"JSON must be nested at most {MAX_DEPTH} deep, got {shape.depth} or more; send it flatter"
+        raise body_refused(400, message)
     if max_containers is not None:
         limits = {"objects and lists": max_containers, "strings": MAX_STRINGS, "values": MAX_VALUES}
         counts = (shape.num_containers, shape.num_strings, shape.num_values)
@@ -161,7 +161,7 @@ def check_shape(body: bytes, *, max_containers: int | None = None) -> None:
 
 
 class Shape(NamedTuple):
-    """What a JSON text has to be read."""
+    """Counts of a JSON text."""
 
     num_containers: int
     """Objects and lists."""
@@ -233,7 +233,7 @@ class BodyRoom:
             raise
 
     def give(self, size: int) -> None:
-        """So many bytes are free again. Of the requests that wait, the one whose episode holds least is next: none gets before
+        """Release `size` bytes, and admit waiting requests: first the one whose episode holds least, so that none gets before
         others by asking for more."""
         self.num_bytes -= size
         self._waiting = [each for each in self._waiting if not each[2].done()]
@@ -252,7 +252,7 @@ class BodyRoom:
 
 @dataclass(slots=True, eq=False)
 class RequestMemory:
-    """What one request holds. `begin` it before its body is read, `end` it when its answer has ended."""
+    """Memory of one request. `begin` it before its body is read, `end` it when its answer has ended."""
 
     _episode: EpisodeMemory
     _room: BodyRoom

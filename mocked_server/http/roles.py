@@ -259,9 +259,9 @@ class _Passing:
         self.has_begun = True
         kind = response.headers.get("content-type", "application/json")
         self.is_events = self.is_events and "event-stream" in kind
-        told = [(name.encode(), response.headers[name].encode()) for name in ANSWERED if name in response.headers]
+        headers = [(name.encode(), response.headers[name].encode()) for name in ANSWERED if name in response.headers]
         start = {"type": "http.response.start", "status": response.status_code}
-        await self._send({**start, "headers": [(b"content-type", kind.encode()), *told]})
+        await self._send({**start, "headers": [(b"content-type", kind.encode()), *headers]})
 
     async def take(self, chunk: bytes) -> None:
         self.kept += chunk[: self._most - len(self.kept)]

@@ -64,7 +64,7 @@ MAX_TASKS = 10_000
 
 
 class EpisodeService(Protocol):
-    """What the routes ask of the server."""
+    """The server as the routes use it."""
 
     keys: KeyRing
 
@@ -306,8 +306,8 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
         case _:
             status = next((code for ours, code in STATUS_OF.items() if isinstance(error, ours)), 500)
             kind, message = type(error).__name__, str(error)
-    told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(told, status, {"retry-after": str(RETRY_AFTER_S)} if status == STATUS_OF[StorageFull] else None)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status, {"retry-after": str(RETRY_AFTER_S)} if status == STATUS_OF[StorageFull] else None)
 
 
 def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:

@@ -189,7 +189,7 @@ class PatientProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """How many connections may be open at once."""
+    """Most connections that may be open at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 

@@ -29,8 +29,8 @@ from buffers.wire.address import Way
 from buffers.wire.rpc import remote
 from buffers.wire.service import Call, Caller, Service
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.fleet.engine_host import Codec, WireOutput
 from mocked_server.http.model_requests import ModelRequests
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Generated(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a server process did and does, sent every second."""
+    """Figures of a server process, sent every second."""
 
     episodes_open: int
     requests: int
@@ -63,7 +63,7 @@ class Figures:
 
 
 class RunServer(Protocol):
-    """What server processes need of the run's own server."""
+    """The run's own server as server processes use it."""
 
     episodes: Episodes
     prompt_queue: PromptQueue
@@ -129,7 +129,7 @@ class PromptHost(Service):
     def __init__(
         self,
         run: RunServer,
-        codec: Codec,
+        codec: VLLMCodec,
         *,
         rounds: Callable[[str], Future[list[Round]]],
         secret: bytes,
@@ -165,7 +165,7 @@ class PromptHost(Service):
             self.end(caller, "this process has ended")
 
     def figures(self, process: int) -> Figures | None:
-        """What this process sent last; None: nothing since it was started."""
+        """Last figures of this process; None: none since it was started."""
         caller = self._joined.get(process)
         return None if caller is None or caller.peer.is_gone else self._figures.get(caller)
 

@@ -14,8 +14,8 @@ from buffers.prompt_queue import Prompt
 from buffers.records import Episode, Round
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from mocked_server.fleet.engine_host import Codec
 from mocked_server.processes.prompt_host import SILENT_S, Adoption, Figures, Generated, PromptHost
+from mocked_server.vllm.hosted.outputs import VLLMCodec
 
 
 class RunLink:
@@ -25,7 +25,7 @@ class RunLink:
     def __init__(
         self,
         connection: Connection,
-        codec: Codec,
+        codec: VLLMCodec,
         *,
         process: int,
         on_closed: Callable[[str, str], object],

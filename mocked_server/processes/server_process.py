@@ -1,17 +1,15 @@
 """One further process of the server: vLLM's HTTP layer, and the episodes that this process owns.
 
-Made by `main`. It has its own tokenizer, parsers, live episodes and answers kept for retries; what is generated, recorded,
-leased and scored is the run's (`run_link`, `mocked_server.http.attribution`). Invariants: an episode is served here only if its key
-names this process, and from its first request on until the run says that it ended; what is not this process's is passed on.
+Made by `server_processes`, in a process of its own (`buffers.remote.actor`). It has its own tokenizer, parsers, live episodes and
+answers kept for retries; what is generated, recorded, leased and scored is the run's (`run_link`,
+`mocked_server.http.attribution`). Invariants: an episode is served here only if its key names this process, and from its first
+request on until the run says that it ended; what is not this process's is passed on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -19,12 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import setproctitle
 from starlette.types import ASGIApp
 
 from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
-from configs.child_processes import leave
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution, Forward
 from mocked_server.http.gemini_routes import GeminiRoutes
@@ -43,7 +39,7 @@ ASKED_HEADER = b"x-server-process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What a server process is made of. `urls`: the root of each, the run's own first; `process`: which of them this is."""
+    """Settings of a server process. `urls`: the root of each, the run's own first; `process`: which of them this is."""
 
     engine: EngineSettings
     secret: bytes
@@ -67,27 +63,29 @@ class ServerProcess:
         own = (ASKED_HEADER, str(settings.process).encode())
         self._forwards = [Forward(url, headers=[own]) for url in settings.urls]
         self._http: HttpService | None = None
+        self._link: RunLink | None = None
         self._told: Counter[str] = Counter()
         """Refusals that the run knows of."""
 
     async def start(self) -> None:
         """Serve; returns when requests are answered. Raises WireError, ServerError."""
+        set_process_environment()
         settings = self._settings
         connection = await asyncio.to_thread(Connection, settings.run, secret=process_secret(settings.secret))
         args = await asyncio.to_thread(make_args, settings.engine)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
-        self._link = RunLink(
+        self._link = link = RunLink(
             connection, VLLMCodec(), process=settings.process, on_closed=self.episodes.close, figures=self._figures
         )
         strict = settings.engine.server.replay_match == "strict"
-        self._client = QueueClient(vllm_config, queue=self._link, rollout=settings.engine.rollout, strict=strict)
+        self._client = QueueClient(vllm_config, queue=link, rollout=settings.engine.rollout, strict=strict)
         self._models = ModelRequests(GeminiRoutes(await build_serving_app(args, self._client)))
         app = Attribution(
             self._models,
             others=self._forwards[0],
             keys=self._keys,
             episodes=self.episodes,
-            is_full=lambda: self._link.is_full,
+            is_full=lambda: link.is_full,
             elsewhere=self._elsewhere,
             find=self._find,
         )
@@ -97,6 +95,7 @@ class ServerProcess:
 
     async def until_lost(self) -> str:
         """Why it cannot serve any more, once that is so."""
+        assert self._link is not None, "start() first"
         return await self._link.until_lost()
 
     async def close(self) -> None:
@@ -105,7 +104,8 @@ class ServerProcess:
             await self._http.close()
         for forward in self._forwards:
             await forward.close()
-        await self._link.close()
+        if self._link is not None:
+            await self._link.close()
 
     def _elsewhere(self, key: str, path: str) -> ASGIApp | None:
         owned = self._keys.owned_by(key)
@@ -126,6 +126,7 @@ class ServerProcess:
         return await asyncio.shield(asked)
 
     async def _adopt(self, episode_id: str) -> LiveEpisode:
+        assert self._link is not None, "start() first"
         episode, rounds = await self._link.adopt(episode_id)
         with suppress(UnknownEpisode):
             return self.episodes.get(episode_id)  # raises EpisodeClosed where the news of its end came at once
@@ -147,46 +148,3 @@ class ServerProcess:
             refused=dict(new),
             cpu_s=time.process_time(),
         )
-
-
-# What a server process runs, as a fork of the run's fork server, or a new interpreter where there is none: it serves until the run
-# closes the channel between them, which is when its parent ends, or cannot be reached any more. What it is made of comes through a
-# pipe: the run's secret is in no command line and no environment.
-
-READY = b"ready\n"
-TITLE = "understudy::server_process"
-
-
-def main(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> None:
-    """Serve on `sock`, which listens; says READY on `channel` when requests are answered, and ends when it does."""
-    setproctitle.setproctitle(f"{TITLE}_{settings.process}")
-    os.setsid()
-    set_process_environment()
-    if lost := asyncio.run(_serve(settings, sock, channel)):
-        print(f"server process {settings.process} lost the run: {lost}", file=sys.stderr)
-    leave(1 if lost else 0)
-
-
-async def _serve(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> str:
-    """Serve until the channel ends, or the run is lost; why."""
-    ended, serves = asyncio.Event(), False
-
-    def end() -> None:
-        if not serves:
-            leave(0)  # nothing was begun that would have to be ended
-        ended.set()
-
-    loop = asyncio.get_running_loop()
-    channel.setblocking(False)
-    loop.add_reader(channel, lambda: None if channel.recv(4096) else end())
-    loop.add_signal_handler(signal.SIGTERM, end)
-    process = ServerProcess(settings, sock=sock)
-    await process.start()
-    serves = True
-    await loop.sock_sendall(channel, READY)
-    waiting = {asyncio.create_task(ended.wait()), asyncio.create_task(process.until_lost())}
-    done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for task in others:
-        task.cancel()
-    await process.close()
-    return "" if ended.is_set() else str(done.pop().result())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,12 +22,13 @@ from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
 from buffers.records import Round
+from buffers.remote.actor import ChildActor
 from configs.fork_server import own_context
 from mocked_server.http.attribution import Forward
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
 from mocked_server.processes.prompt_host import PromptHost, RunServer
-from mocked_server.processes.server_process import READY, ProcessSettings, main
+from mocked_server.processes.server_process import ProcessSettings, ServerProcess
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 START_S = 180.0
 """Seconds for a process to answer requests; where it is not forked, it has to import vLLM."""
 END_S = 5.0
+TITLE = "understudy::server_process"
 
 
 class ProcessDied(UnderstudyError):
@@ -74,7 +75,8 @@ class ServerProcesses:
         self._sockets = [bind(server.host, server.port and server.port + n) for n in range(1, self._number)]
         self.urls: Sequence[str] = [f"http://{server.host}:{sock.getsockname()[1]}" for sock in self._sockets]
         self._forwards = [Forward(url) for url in self.urls]
-        self._children: dict[int, _Child] = {}
+        self._actors: dict[int, ChildActor] = {}
+        self._serving: set[int] = set()
         self._restarts: Counter[int] = Counter()
         self._owned: dict[str, int] = {}
         """Leased episode -> its owner."""
@@ -106,7 +108,7 @@ class ServerProcesses:
         """End all."""
         for forward in self._forwards:
             await forward.close()
-        await asyncio.gather(*(self._end(child) for child in self._children.values()))
+        await asyncio.gather(*(self._end(actor) for actor in self._actors.values()))
         if self._host is not None:
             await self._host.aclose()
         for sock in self._sockets:
@@ -124,7 +126,7 @@ class ServerProcesses:
         return self._workers.setdefault(worker, len(self._workers) % self._number)
 
     def elsewhere(self, key: str, _: str) -> ASGIApp | None:
-        """What passes a request with this key on; None: it is the run's own."""
+        """Forward of a request with this key; None: it is the run's own."""
         owned = self._keys.owned_by(key)
         process = 0 if owned is None else owned.process % self._number
         return None if process == 0 else self._forwards[process - 1]
@@ -163,12 +165,12 @@ class ServerProcesses:
         return {"p0": own} | {f"p{process}": self._status(process) for process in range(1, self._number)}
 
     def _status(self, process: int) -> dict[str, Any]:
-        child = self._children.get(process)
+        actor = self._actors.get(process)
         figures = None if self._host is None else self._host.figures(process)
         return {
-            "pid": None if child is None else child.pid,
+            "pid": None if actor is None else actor.pid,
             "url": self.urls[process - 1],
-            "is_up": child is not None and child.is_up and figures is not None,
+            "is_up": process in self._serving and figures is not None,
             "restarts": self._restarts[process],
             "episodes_leased": self._loads[process],
             "requests": 0 if figures is None else figures.requests,
@@ -180,23 +182,27 @@ class ServerProcesses:
 
     async def _keep(self, process: int) -> None:
         while True:
-            code = await self._children[process].wait()
+            actor = self._actors[process]
+            try:
+                why = f"lost the run: {await actor.call('until_lost')}"
+            except UnderstudyError as death:
+                why = str(death)
+            actor.kill()
+            self._serving.discard(process)
             assert self._host is not None
             self._host.lose(process)
-            self._record_death(
-                f"p{process}", ProcessDied(f"server process {process} ended with {code}; see the run's log")
-            )
+            self._record_death(f"p{process}", ProcessDied(f"server process {process} ended: {why}"))
             self._restarts[process] += 1
             await self._start(process)
 
     async def _start(self, process: int) -> None:
         """Start it, again while `record_death` lets it."""
-        while (code := await self._launch(process)) is not None:
-            error = ProcessDied(f"server process {process} ended with {code} before it answered; its log is above")
+        while (why := await self._launch(process)) is not None:
+            error = ProcessDied(f"server process {process} ended before it answered: {why}")
             self._record_death(f"p{process}", error)
 
-    async def _launch(self, process: int) -> int | None:
-        """A new process; how it ended, if it did before it was ready."""
+    async def _launch(self, process: int) -> str | None:
+        """A new process; why it does not serve, if it does not."""
         assert self._host is not None
         settings = ProcessSettings(
             engine=self._engine,
@@ -205,74 +211,26 @@ class ServerProcesses:
             process=process,
             urls=[self._server.base_url, *self.urls],
         )
-        child = self._children[process] = _Child(settings, self._sockets[process - 1])
+        title, sock = f"{TITLE}_{process}", self._sockets[process - 1]
+        actor = self._actors[process] = ChildActor(own_context(), title, ServerProcess, settings, sock=sock)
         try:
-            if await asyncio.wait_for(child.until_ready(), START_S):
-                return None
+            await asyncio.wait_for(actor.call("start"), START_S)
         except TimeoutError:
-            logger.error("server process %d did not answer within %.0f s", process, START_S)
-        child.kill()
-        return await child.wait()
+            why = f"it did not answer within {START_S:.0f} s"
+        except UnderstudyError as error:
+            why = str(error)
+        else:
+            self._serving.add(process)
+            return None
+        actor.kill()
+        return why
 
     def _kill(self, process: int) -> None:
-        """It is stopped, or stuck: `run` starts another."""
-        if (child := self._children.get(process)) is not None:
-            child.kill()
+        """Kill a process that is stopped or stuck: `run` starts another."""
+        if (actor := self._actors.get(process)) is not None:
+            actor.kill()
 
-    async def _end(self, child: _Child) -> None:
-        child.end()
-        try:
-            await asyncio.wait_for(child.wait(), END_S)
-        except TimeoutError:
-            child.kill()
-            await child.wait()
-
-
-class _Child:
-    """A server process, started on `sock`, and the channel to it. Made and used on the event loop."""
-
-    def __init__(self, settings: ProcessSettings, sock: socket.socket) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = own_context().Process(
-                target=main,
-                args=(settings, sock, theirs),
-                name=f"server process {settings.process}",
-                daemon=True,
-            )
-            self._process.start()
-        self.pid: int = self._process.pid
-        self._ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._process.sentinel, self._see_end)
-        self._channel.setblocking(False)
-
-    def _see_end(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
-        self._process.join()
-        self._ended.set()
-
-    @property
-    def is_up(self) -> bool:
-        return not self._ended.is_set()
-
-    async def until_ready(self) -> bool:
-        """Whether it answers now; else it has ended."""
-        with suppress(ConnectionError):
-            return await self._loop.sock_recv(self._channel, len(READY)) == READY
-        return False
-
-    async def wait(self) -> int:
-        """Its exit code, once it has ended; -9 after SIGKILL."""
-        await self._ended.wait()
-        self._channel.close()
-        code: int = self._process.exitcode
-        return code
-
-    def end(self) -> None:
-        """Ask it to end."""
-        self._channel.close()
-
-    def kill(self) -> None:
-        if self.is_up:
-            self._process.kill()
+    async def _end(self, actor: ChildActor) -> None:
+        with suppress(UnderstudyError, TimeoutError):
+            await asyncio.wait_for(actor.call("close"), END_S)
+        actor.kill()

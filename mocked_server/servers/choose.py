@@ -95,7 +95,9 @@ def make_engines(
     needs = _needs(config, vocabulary=model_config.get_vocab_size(), learns=learns)
     model = Path(model_config.model)
     if is_url(rollout.engine):
-        places: list[Any] = [RunningServer(rollout.engine, timeout_s=rollout.engine_timeout_s)]
+        places: list[RunningServer | SGLangProcess] = [
+            RunningServer(rollout.engine, timeout_s=rollout.engine_timeout_s)
+        ]
     else:
         places = [
             SGLangProcess(config, model=model, devices=cards, log=folder / f"sglang-{name}.log")

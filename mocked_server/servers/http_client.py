@@ -105,29 +105,29 @@ class ServerClient:
 
 def _event(data: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        event = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ServerLost(f"the stream has an event that is no JSON: {data[:MAX_TEXT_CHARS]}") from error
-    if not isinstance(found, dict):
+    if not isinstance(event, dict):
         raise ServerLost(f"the stream has an event that is no object: {data[:MAX_TEXT_CHARS]}")
-    if (failure := found.get("error")) is not None:
-        told = failure if isinstance(failure, dict) else {"message": str(failure)}
-        code = told.get("code")
+    if (failure := event.get("error")) is not None:
+        details = failure if isinstance(failure, dict) else {"message": str(failure)}
+        code = details.get("code")
         raise ServerRefused(
-            code if isinstance(code, int) else 500, _line(str(told.get("message"))), field=told.get("param")
+            code if isinstance(code, int) else 500, _line(str(details.get("message"))), field=details.get("param")
         )
-    return found
+    return event
 
 
 def _refused(status: int, text: str) -> ServerRefused:
     """A server's error: OpenAI's form, FastAPI's, SGLang's, or plain text."""
     try:
-        told = json.loads(text)
+        body = json.loads(text)
     except (ValueError, RecursionError):
         return ServerRefused(status, _line(text))
-    found = told.get("error", told.get("detail", told.get("message", text))) if isinstance(told, dict) else text
-    field = found.get("param") if isinstance(found, dict) else None
-    words = found.get("message", found) if isinstance(found, dict) else found
+    error = body.get("error", body.get("detail", body.get("message", text))) if isinstance(body, dict) else text
+    field = error.get("param") if isinstance(error, dict) else None
+    words = error.get("message", error) if isinstance(error, dict) else error
     return ServerRefused(status, _line(str(words)), field=field)
 
 
@@ -147,7 +147,7 @@ KEY = "rollout.engine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run asks of its server."""
+    """Needs of a run of its server."""
 
     max_model_len: int
     vocabulary: int
@@ -156,7 +156,7 @@ class Needs:
     dtype: str
     """`model.dtype`."""
     learns: bool
-    """It gets new weights after each step."""
+    """True if it gets new weights after each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused
 from mocked_server.fleet.member import EngineFigures, EngineLost
@@ -31,7 +31,7 @@ from mocked_server.servers.http_client import (
     ServerRefused,
     check_facts,
 )
-from mocked_server.servers.sglang_server import SGLangServer
+from mocked_server.servers.sglang_server import SGLangProcess, SGLangServer
 from mocked_server.servers.vllm_server import VLLMServer
 from mocked_server.vllm.engine import EngineBase, tokens_of
 from mocked_server.vllm.engine_requests import MAX_MESSAGE_CHARS, Completion, ServedRequests, Tokens
@@ -44,12 +44,16 @@ RETRY_S = 0.5
 MOST_LOGPROB = 1e-5
 """Rounding may make a logarithm of one."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer raises that is not what it should be."""
+"""Errors of reading an answer that is not what it should be."""
 SETTLE_S = 0.05
 """Streams that were silent for so long, of a server that is paused, have nothing more on its way."""
 
 
-async def recognised(client: ServerClient) -> VLLMServer | SGLangServer:
+Server = VLLMServer | SGLangServer
+"""One server's routes. Any call may raise ServerLost or ServerRefused; `identify` comes first."""
+
+
+async def recognised(client: ServerClient) -> Server:
     """The server behind `client`. Raises ServerLost where nobody answers, EngineError for another software."""
     for software in (VLLMServer, SGLangServer):
         if await software.recognise(client) is not None:
@@ -60,62 +64,11 @@ async def recognised(client: ServerClient) -> VLLMServer | SGLangServer:
     )
 
 
-class Server(Protocol):
-    """One server's routes: `mocked_server.servers.vllm_server.VLLMServer`, `sglang_server.SGLangServer`. Any call may raise
-    ServerLost or ServerRefused."""
-
-    alive: str
-    """Path of the question whether it lives, which costs nothing."""
-    answers: str
-    """Path of a question that its engine answers between two steps."""
-
-    async def identify(self) -> ServerFacts:
-        """What it says of itself; asked first."""
-        ...
-
-    def check(self, params: Any) -> None:
-        """Raises RequestRefused for SamplingParams that it cannot do."""
-        ...
-
-    def sample(self, completion: Completion) -> AsyncGenerator[Tokens, None]:
-        """Sample one completion."""
-        ...
-
-    async def pause(self) -> None:
-        """Freeze what it samples, and drop its cached keys and values."""
-        ...
-
-    async def load(self, folder: Path, *, version: int) -> None:
-        """Load weights; tokens are labelled with `version` from now on."""
-        ...
-
-    async def resume(self) -> None:
-        """Undo `pause`."""
-        ...
-
-
-class Place(Protocol):
-    """The server's whereabouts, and its start and end: `RunningServer`, or `mocked_server.servers.sglang_server.SGLangProcess`."""
-
-    begins_with_model: bool
-    """It has the run's model when it starts; else the model is loaded into it."""
-
-    async def start(self) -> str:
-        """Its URL, once it takes requests. Raises EngineError."""
-        ...
-
-    async def end(self) -> None: ...
-
-    @property
-    def has_ended(self) -> bool:
-        """Its process is gone."""
-        ...
-
-
 class RunningServer:
     """A server that runs already, at `url`; it is never ended. `timeout_s`: one that was lost may take so long to come back."""
 
     begins_with_model = False
+    """True if it has the run's model when it starts; else the model is loaded into it."""
     has_ended = False
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -154,7 +107,7 @@ class ServerEngine(EngineBase):
 
     def __init__(
         self,
-        place: Place,
+        place: RunningServer | SGLangProcess,
         requests: ServedRequests,
         *,
         model: Path,
@@ -473,6 +426,6 @@ async def _first_token(server: Server, token_id: int) -> Tokens:
     from mocked_server.vllm.engine_requests import probe
 
     async with aclosing(server.sample(probe(token_id))) as stream:
-        found = [tokens async for tokens in stream]
-    joined = [token for tokens in found for token in tokens.token_ids]
-    return Tokens(token_ids=joined, logprobs=[row for tokens in found for row in tokens.logprobs])
+        parts = [tokens async for tokens in stream]
+    joined = [token for tokens in parts for token in tokens.token_ids]
+    return Tokens(token_ids=joined, logprobs=[row for tokens in parts for row in tokens.logprobs])

@@ -35,7 +35,7 @@ DTYPES = {"auto": ["float16", "bfloat16"], "half": ["float16"], "float": ["float
 
 
 class SGLangServer:
-    """One server. See `mocked_server.servers.server_engine.Server`."""
+    """One server, with the methods of `VLLMServer`."""
 
     alive = "/model_info"
     answers = "/health"  # it samples one token for it
@@ -47,19 +47,19 @@ class SGLangServer:
     async def recognise(cls, client: ServerClient) -> str | None:
         """The path of its model; None: another server answers."""
         try:
-            told = await client.get("/model_info", timeout_s=30.0)
+            info = await client.get("/model_info", timeout_s=30.0)
         except ServerRefused:
             return None
-        return str(told["model_path"]) if isinstance(told, dict) and "model_path" in told else None
+        return str(info["model_path"]) if isinstance(info, dict) and "model_path" in info else None
 
     async def identify(self) -> ServerFacts:
         """What it says of itself."""
-        told = await self._client.get("/server_info")
-        dtype = told.get("dtype")
+        info = await self._client.get("/server_info")
+        dtype = info.get("dtype")
         return ServerFacts(
-            software=f"SGLang {told.get('version', '')}".strip(),
-            max_model_len=told.get("context_length"),
-            kv_capacity=int(told.get("max_total_num_tokens") or 0),
+            software=f"SGLang {info.get('version', '')}".strip(),
+            max_model_len=info.get("context_length"),
+            kv_capacity=int(info.get("max_total_num_tokens") or 0),
             dtypes=DTYPES.get(dtype, [dtype]) if dtype else (),
         )
 
@@ -109,7 +109,7 @@ class SGLangServer:
 
     async def load(self, folder: Path, *, version: int) -> None:
         """Load the weights of a folder, drop its cached keys and values, and label tokens with `version` from now on."""
-        told = await self._client.post(
+        reply = await self._client.post(
             "/update_weights_from_disk",
             {
                 "model_path": str(folder),
@@ -118,8 +118,8 @@ class SGLangServer:
                 "abort_all_requests": False,
             },
         )
-        if not told.get("success"):
-            raise ServerRefused(400, str(told.get("message")))
+        if not reply.get("success"):
+            raise ServerRefused(400, str(reply.get("message")))
 
     async def resume(self) -> None:
         """Undo `pause`."""
@@ -311,7 +311,7 @@ def arguments(config: Config, *, model: Path, port: int) -> list[str]:
 
 
 async def _answers(client: ServerClient) -> bool:
-    """Whether it takes requests."""
+    """True if it takes requests."""
     try:
         await client.get("/health", timeout_s=60.0)
     except (ServerLost, ServerRefused):

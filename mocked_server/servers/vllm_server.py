@@ -35,12 +35,14 @@ EXTENSION = f"start it with --worker-extension-cls {WORKER_EXTENSION}"
 
 
 class VLLMServer:
-    """One server. `identify` comes first; see `mocked_server.servers.server_engine.Server`."""
+    """One server. `identify` comes first."""
 
     alive = "/health"
+    """Path of the question whether it lives, which costs nothing."""
 
     def __init__(self, client: ServerClient) -> None:
         self.answers = "/health"
+        """Path of a question that its engine answers between two steps."""
         self._client = client
         self._has_extension = False
         self._model: str | None = None
@@ -49,10 +51,10 @@ class VLLMServer:
     async def recognise(cls, client: ServerClient) -> str | None:
         """The version of the vLLM that answers; None: another server does."""
         try:
-            told = await client.get("/version", timeout_s=30.0)
+            info = await client.get("/version", timeout_s=30.0)
         except ServerRefused:
             return None
-        return str(told["version"]) if isinstance(told, dict) and "version" in told else None
+        return str(info["version"]) if isinstance(info, dict) and "version" in info else None
 
     async def identify(self) -> ServerFacts:
         """What it says of itself. Raises ServerLost, ServerRefused."""
@@ -60,20 +62,20 @@ class VLLMServer:
         (model, *_) = (await self._client.get("/v1/models"))["data"]
         self._model = model["id"]
         try:
-            told = (await self._client.get("/server_info?config_format=json"))["vllm_config"]
+            config = (await self._client.get("/server_info?config_format=json"))["vllm_config"]
         except ServerRefused:
             return ServerFacts(
                 software=software, max_model_len=model.get("max_model_len"), kv_capacity=0, no_weights=DEV_MODE
             )
         self.answers = "/is_sleeping"  # asks the engine, where /health asks the HTTP process alone
-        self._has_extension = told["parallel_config"].get("worker_extension_cls") == WORKER_EXTENSION
-        on_cpu = told.get("device_config", {}).get("device") == "cpu"
+        self._has_extension = config["parallel_config"].get("worker_extension_cls") == WORKER_EXTENSION
+        on_cpu = config.get("device_config", {}).get("device") == "cpu"
         return ServerFacts(
             software=software,
             max_model_len=model.get("max_model_len"),
-            kv_capacity=told["cache_config"].get("kv_cache_size_tokens") or 0,
-            dtypes=[str(told["model_config"]["dtype"]).removeprefix("torch.")],
-            logprobs_before_temperature=told["model_config"].get("logprobs_mode") != "processed_logprobs",
+            kv_capacity=config["cache_config"].get("kv_cache_size_tokens") or 0,
+            dtypes=[str(config["model_config"]["dtype"]).removeprefix("torch.")],
+            logprobs_before_temperature=config["model_config"].get("logprobs_mode") != "processed_logprobs",
             # Without it a CPU's packed copy of a tied output matrix would keep the old weights.
             no_weights=EXTENSION if on_cpu and not self._has_extension else "",
         )
@@ -132,8 +134,8 @@ class VLLMServer:
 
 def wire_params(params: Any) -> dict[str, Any]:
     """vLLM's SamplingParams as JSON: the public fields that differ from their defaults."""
-    found = _public(msgspec.to_builtins(params))
-    wire = {name: value for name, value in found.items() if name not in OURS}
+    public = _public(msgspec.to_builtins(params))
+    wire = {name: value for name, value in public.items() if name not in OURS}
     if not params.stop:
         wire["detokenize"] = False  # its text is not read
     if params.logprobs is not None and params.logprobs > 0:

@@ -26,7 +26,7 @@ _NAME = re.compile(r"policy-v(\d+)-")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it holds an adapter, and not whole weights."""
+    """True if it holds an adapter, and not whole weights."""
     return (folder / DESCRIPTION).is_file()
 
 
@@ -53,8 +53,8 @@ class Adapter:
 
 def label_of(name: str) -> str | None:
     """The version of the policy that an adapter of this name is; None: it is none of ours."""
-    found = _NAME.match(name)
-    return None if found is None else found[1]
+    match = _NAME.match(name)
+    return None if match is None else match[1]
 
 
 class PolicyAdapters:
@@ -65,7 +65,7 @@ class PolicyAdapters:
         self._llm: Any = None
         """The engine process that has them."""
         self._loaded: dict[str, list[Adapter]] = {}
-        """Those of each role, oldest first; of the one policy under the empty name."""
+        """Adapters of each role, oldest first; of the one policy under the empty name."""
         self._ids = 0
 
     async def load(self, llm: Any, folder: Path, *, version: int, role: str = "") -> float:

@@ -53,7 +53,7 @@ class _Renderer:
         self._tokenizer = inner.get_tokenizer()
         self._texts: dict[str, str] = {}
         self.asked: list[Message] = []
-        """What a prompt was rendered of: all of its messages, or those that stand for them."""
+        """Messages that a prompt was rendered of: all of its messages, or those that stand for them."""
         self.encode = lru_cache(MOST_KEPT)(partial(self._tokenizer.encode, add_special_tokens=False))
 
     def get_tokenizer(self) -> Any:
@@ -67,7 +67,7 @@ class _Renderer:
         return None, [{"prompt_token_ids": list(self.encode(self.text(conversations[0], params)))}]
 
     def text(self, messages: Sequence[Message], params: Any) -> str:
-        """What the template writes."""
+        """Text of the template."""
         key = json.dumps([messages, params.chat_template_kwargs])
         if key not in self._texts:
             _, prompt = self._render(list(messages), params)
@@ -126,7 +126,7 @@ class DemonstrationRenderer:
             return Unlearnable(f"it cannot be shown by the chat template: {' '.join(str(error).split())[:300]}")
 
     async def _rounds(self, trace: Trace) -> list[Round]:
-        """Those of an episode in which the policy gave the conversation's answers."""
+        """Rounds of an episode in which the policy gave the conversation's answers."""
         messages = list(map(_as_asked, deepcopy(trace.messages)))  # vLLM's renderer changes the calls that it is given
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
@@ -298,7 +298,7 @@ def _reasoning(message: Message) -> str:
 
 
 def _parts(message: Message) -> list[str]:
-    """What must stand in the answer as the template writes it."""
+    """Texts that must stand in the answer as the template writes it."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [joined_text([part]) for part in content or ()]
     pieces = [piece for text in texts for piece in re.split(f"{THOUGHT_BEGINS}|{THOUGHT_ENDS}", text)]

@@ -16,9 +16,8 @@ import re
 import shutil
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
 from importlib import import_module
@@ -32,7 +31,7 @@ from buffers.errors import EngineDied, EngineError
 from configs import fork_server
 from configs.child_processes import socket_folder
 from configs.fork_server import imports_kept, interrupts_blocked
-from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled, probe
+from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, FleetEngine, Sampled, probe
 from mocked_server.vllm import engine_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
@@ -65,7 +64,7 @@ _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 
 
 IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
-"""What an engine and its server import, which takes seconds."""
+"""Imports of an engine and its server, which take seconds."""
 ON_A_CPU = ("vllm.v1.worker.cpu_worker", "vllm.model_executor.layers.quantization.online.base")
 """What an engine on a CPU imports when it has started: those that are forked have it then. Another version of vLLM may have other
 ones, which an engine then imports itself."""
@@ -89,13 +88,10 @@ def start_fork_server() -> None:
         fork_server.start()
 
 
-class EngineBase(ABC):
-    """What engines share: their lives, their counts, and the continuation of what another engine has sampled. A subclass has
-    `_generate`, `start`, `close` and `is_up` of `FleetEngine`."""
+class EngineBase(FleetEngine):
+    """Lives and counts of an engine, and the continuation of what another one has sampled."""
 
     _generate: Callable[[list[int], Any, str, dict[str, Any]], AsyncGenerator[Any, None]]
-    start: Callable[[], Awaitable[None]]
-    close: Callable[[], Awaitable[None]]
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
         """`name`: among the engines of a run. `timeout_s`: see `configs.schema.RolloutConfig.engine_timeout_s`."""
@@ -106,11 +102,6 @@ class EngineBase(ABC):
         self._totals: Counter[str] = Counter()
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    @abstractmethod
-    def is_up(self) -> bool:
-        """It takes requests."""
 
     async def restart(self) -> None:
         """Start again in place of a process or server that is gone, with the weights that were loaded last; their folder must still
@@ -200,16 +191,16 @@ class VLLMEngine(EngineBase):
         self._folder = ""
         """Folder where the processes of the last boot meet; no other user can enter it."""
         self._processes: list[BaseProcess] = []
-        """What the last boot has started, or is starting."""
+        """Processes that the last boot has started, or is starting."""
         self._up = False
         self._weights = {} if weights is None else {"": weights}
         """(folder, version) that it has, or is to have once it is back; of adapters of roles, by role."""
         lora = vllm_config.lora_config
         self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
         self._paused_s = 0.0
-        """What the last load took."""
+        """Seconds of the last load."""
         self._ending: EngineEnding | None = None
-        """What was seen of the end of the present process."""
+        """End of the present process, as it was seen."""
         self._oom_kills = 0
         """Processes that Linux had ended for want of memory before it started."""
 
@@ -247,7 +238,7 @@ class VLLMEngine(EngineBase):
                 process.kill()
 
     def _see_ending(self, seen: EngineEnding | None = None) -> EngineEnding:
-        """What was seen first: later its processes may have been ended by this one."""
+        """The first end that was seen: later its processes may have been ended by this one."""
         if self._ending is None:
             if seen is None and not self._llm.engine_core.resources.engine_dead:
                 seen = TAKEN_DOWN
@@ -307,7 +298,7 @@ class VLLMEngine(EngineBase):
         return self._llm is not llm or self.dead
 
     async def _while_alive(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Whether it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
+        """True if it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
         llm = self._llm
         working, death = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone(llm))
         try:

@@ -33,7 +33,7 @@ WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the engine and vLLM's HTTP layer are built from."""
+    """Settings of the engine and of vLLM's HTTP layer."""
 
     model_path: Path
     served_name: str
@@ -109,7 +109,7 @@ def make_args(settings: EngineSettings) -> Namespace:
 
 
 def loses_prefix_cache(model: Path, arguments: Mapping[str, Any]) -> bool:
-    """Whether prefix caching is turned off: vLLM's kernels of Mamba-2 fail with it on a CPU, at the first prefill. It stays what
+    """True if prefix caching is turned off: vLLM's kernels of Mamba-2 fail with it on a CPU, at the first prefill. It stays what
     `arguments` say."""
     given = any(name.replace("-", "_").removeprefix("no_") == "enable_prefix_caching" for name in arguments)
     return not given and not has_gpu() and has_mamba2(model)
@@ -247,7 +247,7 @@ def check_engine_args(settings: EngineSettings) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU. This does not start CUDA, so that the caller may fork later."""
+    """True if there is a GPU. This does not start CUDA, so that the caller may fork later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 

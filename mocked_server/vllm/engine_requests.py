@@ -89,7 +89,7 @@ def continuing(request_id: str, params: Any, *, prompt_len: int, sampled: Sample
 
 
 def never_began(request_id: str) -> list[Sampled]:
-    """What it was to continue, of a request that ended before vLLM knew it."""
+    """Completions that a request was to continue which ended before vLLM knew it."""
     continued = _continued.pop(request_id, None)
     return [] if continued is None else [continued[1]]
 
@@ -122,23 +122,23 @@ def _bring_up(state: Any, tokenizer: Any, request: Any, prompt_len: int, sampled
 
 
 def interrupted(llm: Any, request_id: str) -> list[Sampled]:
-    """What a dead engine had sampled of a request whose answer comes as a whole, in this process's state of it."""
+    """Completions that a dead engine had sampled of a request whose answer comes as a whole, in this process's state of it."""
     processor = llm.output_processor
     states = [
         processor.request_states[inner]
         for inner in processor.external_req_ids.get(request_id, ())
         if inner in processor.request_states
     ]
-    found = [_sampled(state) for state in states]
+    completions = [_sampled(state) for state in states]
     parents: Sequence[Any] = [state.parent_req for state in states if state.parent_req is not None]
     if parents:
         ended = [output for output in parents[0].output_aggregator if output is not None]
-        found += [_ended(output) for output in ended]
-    return sorted(found, key=lambda sampled: sampled.index)
+        completions += [_ended(output) for output in ended]
+    return sorted(completions, key=lambda sampled: sampled.index)
 
 
 def given_up(output: Any) -> list[Sampled]:
-    """What was sampled of a request that its engine gives up, as one does that was told to end (SIGTERM); empty: it does not."""
+    """Completions of a request that its engine gives up, as one does that was told to end (SIGTERM); empty: it does not."""
     if not any(completion.finish_reason == "abort" for completion in output.outputs):
         return []
     return [
@@ -370,7 +370,7 @@ class ServedRequests:
         return completion.id not in self.output_processor.request_states
 
     def lost(self, request_id: str) -> list[Sampled]:
-        """What was sampled of a request that its server lost, for another engine."""
+        """Completions of a request that its server lost, for another engine."""
         return never_began(request_id) or interrupted(self, request_id)
 
     def end(self, request_id: str) -> None:

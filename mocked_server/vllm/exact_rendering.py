@@ -103,16 +103,16 @@ class ExactRendering:
         asked = call.live.known(asked)
         chat = await call.apart(Conversation.of, conversations[0], asked)
         _make_writable(chat.messages)
-        found = find_parent(call.live, chat, self.parse)
-        if found is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):
-            short = await self._render_tail(call, chat, found, chat_params, args, kwargs)
+        parent = find_parent(call.live, chat, self.parse)
+        if parent is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):
+            short = await self._render_tail(call, chat, parent, chat_params, args, kwargs)
             if short is not None:
                 return short
         result = await self._render(conversations, chat_params, *args, **kwargs)
         rendered_ids = result[1][0].get("prompt_token_ids")
         if rendered_ids is not None:  # None: embeddings as a prompt, nothing to continue
             plan = continue_tokens(call.live, rendered_ids, chat=chat)
-            cause = self._why_not(call, chat, found, plan, rendered_ids)
+            cause = self._why_not(call, chat, parent, plan, rendered_ids)
             call.continuation = dataclasses.replace(plan, cause=cause)
         return result
 
@@ -219,7 +219,7 @@ class ExactRendering:
         return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
     async def _text_of(self, messages: list[Message], chat_params: Any, *, asks: bool = False) -> str:
-        """What the template writes for these messages. `asks`: with what opens the next answer."""
+        """Text of the template for these messages. `asks`: with what opens the next answer."""
         kwargs = {**chat_params.chat_template_kwargs, "tokenize": False}
         if not asks:
             kwargs["add_generation_prompt"] = False

@@ -26,7 +26,7 @@ from mocked_server.vllm.sampling_rules import MAX_CHOICES
 logger = logging.getLogger(__name__)
 
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError)
-"""What parsers raise at what a model says (too deep for Python, too slow for a pattern), and at their own faults."""
+"""Errors of parsers at what a model says (too deep for Python, too slow for a pattern), and at their own faults."""
 FAILED = "vLLM's parser could not take a sampled text of %d characters: %r"
 
 
@@ -134,7 +134,7 @@ class TellingParser:
         return delta
 
     def _told(self, delta: Any, *, finished: bool) -> Any:
-        """What can be sent now of this part of an answer."""
+        """Part of an answer that can be sent now."""
         parts = []
         for part in [] if delta is None else delta.tool_calls or ():
             if (said := part.function) is None:
@@ -174,12 +174,12 @@ def _note(
 ) -> None:
     if (call := current_call.get()) is None:
         return
-    told = [(name, canonical_arguments(arguments)) for name, arguments in calls]
+    shown = [(name, canonical_arguments(arguments)) for name, arguments in calls]
     if request.parallel_tool_calls is False:
-        del told[1:]  # the HTTP layer shows the first
+        del shown[1:]  # the HTTP layer shows the first
     for live in call.live.rounds[-MAX_CHOICES:]:
         if live.text == text and (live.said is None or call.tells_text):
-            live.said = ParsedReply((content or "").strip(), tuple(told), (reasoning or "").strip())
+            live.said = ParsedReply((content or "").strip(), tuple(shown), (reasoning or "").strip())
 
 
 def send_any_input() -> None:
@@ -227,13 +227,13 @@ def _with_true_reasons(answer: Callable[..., Awaitable[Any]]) -> Callable[..., A
                 reasons.update({completion.index: completion.finish_reason for completion in output.outputs})
                 yield output
 
-        told = await answer(request, noted(), *args, **kwargs)
-        for choice in getattr(told, "choices", ()):  # an error has none
+        response = await answer(request, noted(), *args, **kwargs)
+        for choice in getattr(response, "choices", ()):  # an error has none
             if reasons.get(choice.index) == "length":
                 choice.finish_reason = "length"
             elif choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
                 choice.finish_reason = "stop"
-        return told
+        return response
 
     return answering
 

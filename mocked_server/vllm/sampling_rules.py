@@ -64,8 +64,7 @@ NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalt
 
 
 def keeps_state(params: Any) -> bool:
-    """Whether what is sampled next hangs on what was sampled before in another way than by the tokens of the prompt: another engine
-    cannot continue such a request."""
+    """True if sampling has a state beside the tokens (a grammar, penalties): another engine cannot continue the request."""
     penalised = any(getattr(params, field) != NEUTRAL[field] for field in ("presence_penalty", "frequency_penalty"))
     return penalised or bool(params.structured_outputs or params.bad_words)
 
@@ -73,7 +72,7 @@ def keeps_state(params: Any) -> bool:
 FORCING = ("structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens")
 """Fields that take the choice from the policy and are served, as the penalties above."""
 LEFT_TO_THE_POLICY = ("thinking_token_budget", "watermarking")
-"""What would take it, and counts as not asked for: agents ask for a budget of thoughts as a limit."""
+"""Fields that would take it, and count as not asked for: agents ask for a budget of thoughts as a limit."""
 # fmt: off
 UNFORCED = frozenset((
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos",
@@ -135,7 +134,7 @@ def _at_most(number: int, limit: int, *, field: str, what: str) -> None:
 
 
 NOT_SENT = (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError, RecursionError)
-"""What encoding and decoding for the engine's process may raise."""
+"""Errors of encoding and decoding for the engine's process."""
 
 
 class SamplingRules:
@@ -262,8 +261,8 @@ def seed_of(episode_id: str, seed: int) -> int:
 
 def _field_in(message: str) -> str | None:
     """`$.seed` at the end of a message of msgspec's."""
-    _, found, path = message.rpartition("`$.")
-    return path.rstrip("`").split("[")[0] if found else None
+    _, mark, path = message.rpartition("`$.")
+    return path.rstrip("`").split("[")[0] if mark else None
 
 
 def leave_tool_calls_free() -> None:

@@ -30,6 +30,7 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound, memo_of
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import ADAPTER_OF
 from mocked_server.http.dialects import FAILURES, GENERATE, SERVED, SLEEP, WAKE_UP, failure_of
 from mocked_server.request_context import (
@@ -56,7 +57,7 @@ PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 
 
 class PromptSink(Protocol):
-    """What takes prompts to be generated: the queue of this process, or the way to the run's."""
+    """A sink of prompts to be generated: the queue of this process, or the way to the run's."""
 
     def put(self, prompt: Prompt) -> None:
         """Raises queue.Full, QueueClosed, EngineError."""
@@ -79,13 +80,6 @@ HONOURED = Honoured.__struct_fields__
 PINNED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "n", "detokenize")
 """verl's loops pass these; the run decides."""
 STOP_REASONS = {"stop": "completed", "length": "length", "abort": "aborted"}
-
-
-class Sleeper(Protocol):
-    """An engine that can give its memory back for a while."""
-
-    async def sleep(self) -> None: ...
-    async def wake_up(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +196,7 @@ class _Generation:
 
 
 class QueueClient:
-    """What vLLM's serving layer takes for its engine: every generation becomes a `Prompt` in the queue."""
+    """The engine client of vLLM's serving layer: every generation becomes a `Prompt` in the queue."""
 
     errored = False
     dead_error = EngineError("the engine died")
@@ -226,7 +220,7 @@ class QueueClient:
         self.renderer = renderer_from_config(vllm_config)
         self.rendering = ExactRendering(self.renderer, strict=strict, refusal=VLLMClientError)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self.sleeper: Sleeper | None = None
+        self.sleeper: EngineFleet | None = None
         self._queue = queue
         self._rollout = rollout
         self._default_role = default_role
@@ -388,7 +382,7 @@ class QueueClient:
 
 
 async def _again(answer: list[Any]) -> AsyncIterator[Any]:
-    """What was generated already."""
+    """Outputs that were generated already."""
     for output in answer:
         yield output
 

@@ -36,7 +36,7 @@ PLAIN = {
     "LANG": "C.UTF-8",
     "TERM": "xterm-256color",
 }
-"""What a command in a room has of variables, before the task's and the agent's."""
+"""Variables of a command in a room, before the task's and the agent's."""
 OUTPUT_BYTES = 4 << 20
 """The end of what a command printed that is kept of each stream."""
 VARIABLES = "ROOM_VARIABLES"
@@ -113,24 +113,24 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
             else:
                 result = await self._enter(words, cwd=self._workdir, env={})
                 if result.return_code != 0:
-                    told = (result.stderr or result.stdout or "no output").strip()
+                    output = (result.stderr or result.stdout or "no output").strip()
                     raise SandboxBuildFailedError(
-                        f"RUN {words[-1]} ended with code {result.return_code}: {told[-500:]}"
+                        f"RUN {words[-1]} ended with code {result.return_code}: {output[-500:]}"
                     )
 
     async def _copy(self, sources: Sequence[str], target: str) -> None:
         place = os.path.normpath(os.path.join(self._workdir, target))
         context = self.environment_dir.resolve()
         for name in sources:
-            found = [path for path in context.glob(name.lstrip("/")) if path.resolve().is_relative_to(context)]
-            found = [context] if os.path.normpath(name) == "." else found
-            if not found:
+            paths = [path for path in context.glob(name.lstrip("/")) if path.resolve().is_relative_to(context)]
+            paths = [context] if os.path.normpath(name) == "." else paths
+            if not paths:
                 raise SandboxBuildFailedError(f"COPY {name}: there is no such file in {context}")
-            for path in found:
+            for path in paths:
                 if path.is_dir():
                     await self.upload_dir(path, place)
                 else:
-                    into = len(sources) > 1 or len(found) > 1 or target.endswith(("/", "."))
+                    into = len(sources) > 1 or len(paths) > 1 or target.endswith(("/", "."))
                     await self.upload_file(path, f"{place}/{path.name}" if into else place)
 
     async def stop(self, delete: bool) -> None:

@@ -51,7 +51,7 @@ HTTP_S = 30.0
 MAX_NAME_CHARS = 128
 MAX_TOOL_BYTES = 1 << 16
 _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
-"""What a call may raise when the server is not there, beside MCPError with this code (also over HTTP):"""
+"""Errors of a call to a server that is not there, beside MCPError with this code (also over HTTP):"""
 CONNECTION_CLOSED = -32000
 
 
@@ -74,14 +74,14 @@ class McpServer:
     async def __aenter__(self) -> list[BaseTool]:
         """Raises ToolError when the server does not start, or has not the tools that were selected."""
         session = await self._open()
-        found = {tool.name: tool for tool in session.tools}
+        tools = {tool.name: tool for tool in session.tools}
         for name in self.selected or ():
-            if name not in found:
+            if name not in tools:
                 await self._close()
                 raise ToolError(
-                    f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
+                    f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, tools)}"
                 )
-        chosen = found if self.selected is None else {name: found[name] for name in self.selected}
+        chosen = tools if self.selected is None else {name: tools[name] for name in self.selected}
         try:
             return [McpTool(tool, server=self, config=self.config) for tool in chosen.values()]
         except (ToolError, ValidationError) as error:
@@ -97,7 +97,7 @@ class McpServer:
         await self._close()
 
     async def call(self, tool: str, arguments: dict[str, Any], *, again: bool) -> mcp_types.CallToolResult:
-        """What the server answers. `again`: the call may be repeated when the server died under it. Raises ToolError."""
+        """Answer of the server. `again`: the call may be repeated when the server died under it. Raises ToolError."""
         try:
             return await self._call(tool, arguments)
         except _Died as died:
@@ -263,9 +263,9 @@ def _cause(error: BaseException) -> str:
 
 
 def rules_of(error: ValidationError) -> str:
-    """What pydantic found wrong, in one line; without the values, which may be long."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:3])
+    """Rules of pydantic that are broken, in one line; without the values, which may be long."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors[:3])
 
 
 class McpTool(BaseTool):
@@ -293,7 +293,7 @@ class McpTool(BaseTool):
 
 
 def _check(tool: mcp_types.Tool, *, server: str) -> None:
-    """What a server says about a tool stands in every prompt, and its patterns are compiled. Raises ToolError."""
+    """Bound a tool's description, which stands in every prompt, and its patterns, which are compiled. Raises ToolError."""
     if not (tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS):
         raise ToolError(
             f"names of MCP server {server}'s tools must be at most {MAX_NAME_CHARS} printable characters, got "

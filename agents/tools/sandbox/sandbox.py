@@ -28,14 +28,14 @@ from buffers.errors import ToolError
 from env_adapters.child_process import open_pipe, signal_group
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-"""What code may read, beside its Python."""
+"""Paths that code may read, beside its Python."""
 CHUNK_BYTES = 1 << 16
 PROBE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What became of the code. `exit_code` is negative for a signal, None when it was ended from outside."""
+    """Outcome of the code. `exit_code` is negative for a signal, None when it was ended from outside."""
 
     output: str
     """stdout and stderr, in the order in which they were written."""
@@ -56,7 +56,7 @@ class Sandbox(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLimits:
-    """What one run may use; processor time is the deadline's."""
+    """Bounds of one run; processor time is the deadline's."""
 
     memory_mb: int = 1024
     """Address space: an import of numpy takes about 300."""
@@ -85,7 +85,7 @@ class ChildSandbox:
         self._probing = asyncio.Lock()
 
     async def capabilities(self) -> dict[str, bool]:
-        """What the kernel grants here: `network`, `files`, `processes`, `signals` (code is kept from them), `disk` (its size)."""
+        """Limits that the kernel grants: `network`, `files`, `processes`, `signals` (code is kept from them), `disk` (its size)."""
         async with self._probing:
             if self._granted is None:
                 self._granted = await self._probe()

@@ -113,21 +113,13 @@ OPERATORS: dict[type[ast.operator], Callable[[Number, Number], object]] = {
     ast.Pow: _power,
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    "abs": abs,
-    "ceil": math.ceil,
+    **{
+        name: getattr(math, name)
+        for name in ["ceil", "cos", "exp", "floor", "gcd", "log", "log10", "sin", "sqrt", "tan"]
+    },
+    **{function.__name__: function for function in (abs, max, min)},
     "comb": _comb,
-    "cos": math.cos,
-    "exp": math.exp,
     "factorial": _factorial,
-    "floor": math.floor,
-    "gcd": math.gcd,
-    "log": math.log,
-    "log10": math.log10,
-    "max": max,
-    "min": min,
     "round": _rounded,
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
 }
-KNOWN = f"+ - * / // % **, {', '.join([*CONSTANTS, *FUNCTIONS])}"
+KNOWN = f"+ - * / // % **, {', '.join([*CONSTANTS, *sorted(FUNCTIONS)])}"

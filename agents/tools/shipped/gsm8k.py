@@ -24,7 +24,7 @@ NO_BETTER = -0.05
 
 @dataclass
 class _Judged:
-    """What an instance remembers."""
+    """State of an instance."""
 
     task: Task
     answer: str = ""

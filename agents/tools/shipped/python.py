@@ -24,7 +24,7 @@ from buffers.errors import ToolError
 
 CODE_DEADLINE_S = 10.0
 MARGIN_S = 30.0
-"""What a call may wait for its turn, and for the sandbox, beyond the program's own time."""
+"""Seconds that a call may wait for its turn, and for the sandbox, beyond the program's own time."""
 LIMITS = {field.name for field in fields(ChildLimits)}
 OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 
@@ -68,7 +68,7 @@ def _sandbox(config: dict[str, Any]) -> Sandbox:
 
 
 def _words(result: SandboxResult, *, deadline_s: float) -> str:
-    """What it printed, and how it ended where that does not go without saying."""
+    """Output of the program, and its end where that does not go without saying."""
     how = ""
     if result.late:
         how = f"(ended after {deadline_s:g} s)"

@@ -1,8 +1,8 @@
 """vLLM's requests and outputs on the wire, and back into the records that vLLM itself would have made.
 
-`VLLMCodec` is what `mocked_server.fleet` knows of them. An engine's host sends deltas only; `Rebuilt` makes of them what the
-request asked for: deltas, the whole so far, or one output at the end. Invariant: token ids, log-probabilities, text, versions and
-reasons are those of an engine in this process, bit for bit.
+Used by `engine_host`, `remote_engine` and `mocked_server.processes`. An engine's host sends deltas only; `Rebuilt` makes of them
+what the request asked for: deltas, the whole so far, or one output at the end. Invariant: token ids, log-probabilities, text,
+versions and reasons are those of an engine in this process, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,72 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mocked_server.fleet.engine_host import WireCompletion, WireExperts, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
 from mocked_server.vllm.engine_requests import NUMBERS_ONLY
 
 WHOLE_INTERVAL = 8
 """Tokens between two deltas of an answer that comes as a whole: as many are sampled again, at most, where its host is lost."""
+
+
+class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of S positions, the tables of all of them one after the other."""
+
+    is_flat: bool
+    """vLLM's FlatLogprobs; else a table for each position."""
+    counts: list[int]
+    """[S] entries of each position; -1: it has none."""
+    token_ids: list[int]
+    logprobs: bytes
+    """float64 of each entry."""
+    ranks: list[int | None]
+    texts: list[str | None] | None
+    """None: no entry has one."""
+
+
+class WireExperts(msgspec.Struct, array_like=True, frozen=True):
+    """Experts of a completion's tokens, in vLLM's order."""
+
+    shape: tuple[int, int, int]
+    width: int
+    """Bytes of each."""
+    data: bytes
+
+
+class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
+    """Part of one completion since its last output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: WireLogprobs | None
+    cumulative: float | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    versions: list[tuple[str, int, int]]
+    """(weight version, first token, token after its last), of the whole completion."""
+    experts: WireExperts | None = None
+    """Experts of the whole completion, when it ends."""
+
+
+class WireOutput(msgspec.Struct, array_like=True, frozen=True):
+    """Parts of a request's completions since its last output."""
+
+    completions: list[WireCompletion]
+    finished: bool
+    prompt_logprobs: WireLogprobs | None
+    num_cached_tokens: int | None
+    num_preemptions: int | None
+
+
+class WireSampled(msgspec.Struct, array_like=True, frozen=True):
+    """A completion that another engine began: see `mocked_server.fleet.member.Sampled`."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: WireLogprobs | None
+    versions: list[tuple[str, int]]
+    num_sent_chars: int
+    cumulative: float | None
 
 
 class VLLMCodec:
@@ -49,19 +109,14 @@ class VLLMCodec:
         return params
 
     def shows_logprobs(self, params: Any) -> bool:
-        """Whether the request asked to see log-probabilities; else the HTTP layer looks at none."""
+        """True if the request asked to see log-probabilities; else the HTTP layer looks at none."""
         return NUMBERS_ONLY not in (params.extra_args or {})
 
     def output_of(self, wire: WireOutput, *, request_id: str) -> Any:
         """vLLM's RequestOutput that `pack_output` got, of whichever kind; its prompt is not said again."""
-        from vllm.outputs import RequestOutput
-
-        preemptions = wire.num_preemptions
-        return RequestOutput(
-            request_id=request_id, prompt=None, prompt_token_ids=[], prompt_logprobs=logprobs_of(wire.prompt_logprobs),
-            outputs=[_completion_of(completion) for completion in wire.completions], finished=wire.finished,
-            metrics=None if preemptions is None else SimpleNamespace(num_preemptions=preemptions),  # type: ignore[arg-type]
-            num_cached_tokens=wire.num_cached_tokens,
+        return _output_of(
+            wire, [_completion_of(each) for each in wire.completions], request_id=request_id, prompt_token_ids=[],
+            prompt_logprobs=logprobs_of(wire.prompt_logprobs),
         )  # fmt: skip
 
     def pack_output(self, output: Any, *, logprobs: bool = True, experts: bool = True) -> WireOutput:
@@ -94,7 +149,7 @@ class VLLMCodec:
     def rebuilt(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled]
     ) -> Rebuilt:
-        """What makes outputs of deltas, for one request."""
+        """Maker of outputs from deltas, for one request."""
         return Rebuilt(prompt_token_ids, params, request_id=request_id, sampled=sampled)
 
 
@@ -191,15 +246,21 @@ class Rebuilt:
         )  # fmt: skip
 
     def _output(self, completions: list[Any], delta: WireOutput) -> Any:
-        from vllm.outputs import RequestOutput
-
-        preemptions = delta.num_preemptions
-        return RequestOutput(
-            request_id=self._request_id, prompt=None, prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs, outputs=completions, finished=delta.finished,
-            metrics=None if preemptions is None else SimpleNamespace(num_preemptions=preemptions),  # type: ignore[arg-type]
-            num_cached_tokens=delta.num_cached_tokens,
+        return _output_of(
+            delta, completions, request_id=self._request_id, prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
         )  # fmt: skip
+
+
+def _output_of(wire: WireOutput, completions: list[Any], **rest: Any) -> Any:
+    """vLLM's RequestOutput of these completions; what is not among `rest` is the wire's."""
+    from vllm.outputs import RequestOutput
+
+    preemptions = wire.num_preemptions
+    return RequestOutput(
+        **rest, prompt=None, outputs=completions, finished=wire.finished, num_cached_tokens=wire.num_cached_tokens,
+        metrics=None if preemptions is None else SimpleNamespace(num_preemptions=preemptions),  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _begun(sampled: Sampled) -> _Completion:
@@ -264,9 +325,9 @@ def pack_logprobs(logprobs: Any) -> WireLogprobs | None:
         values = [entry.logprob for _, entry in entries]
         ranks = [entry.rank for _, entry in entries]
         texts = [entry.decoded_token for _, entry in entries]
-    told = list(texts) if any(text is not None for text in texts) else None
+    shown_texts = list(texts) if any(text is not None for text in texts) else None
     return WireLogprobs(
-        hasattr(logprobs, "start_indices"), counts, list(ids), array("d", values).tobytes(), list(ranks), told
+        hasattr(logprobs, "start_indices"), counts, list(ids), array("d", values).tobytes(), list(ranks), shown_texts
     )
 
 

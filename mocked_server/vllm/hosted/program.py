@@ -9,28 +9,27 @@ client says so. When stdin ends, which is when its parent does, so do the engine
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from buffers.errors import EngineDied, EngineError
 from configs.child_processes import python_path
-from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.fleet.engine_host import EngineHost
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
+from mocked_server.vllm.hosted.engine_host import EngineHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """What a host is made of. `engine`: the fields of EngineSettings. `host`, `trusted`: see `buffers.wire.address.way_to`."""
+    """Settings of a host. `host`, `trusted`: see `buffers.wire.address.way_to`."""
 
-    engine: Any
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+    engine: EngineSettings
     secret: bytes
     name: str = "e0"
     host: str = "127.0.0.1"
@@ -39,28 +38,15 @@ class HostSettings:
     timeout_s: float = 120.0
 
     def to_json(self) -> str:
-        engine = {name: getattr(self.engine, name) for name in self.engine.__dataclass_fields__}
-        plain = {name: value if isinstance(value, int | str | float) else None for name, value in engine.items()}
-        plain |= {
-            "model_path": str(self.engine.model_path),
-            "rollout": self.engine.rollout.model_dump(mode="json"),
-            "server": self.engine.server.model_dump(mode="json"),
-        }
-        rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("engine", "secret")}
-        return json.dumps({**rest, "engine": plain, "secret": base64.b64encode(self.secret).decode()})
+        return _settings().dump_json(self).decode()
 
     @classmethod
     def of_json(cls, text: str) -> HostSettings:
-        from mocked_server.vllm.engine_arguments import EngineSettings
+        return _settings().validate_json(text)
 
-        fields = json.loads(text)
-        engine = fields.pop("engine")
-        engine |= {
-            "model_path": Path(engine["model_path"]),
-            "rollout": RolloutConfig(**engine["rollout"]),
-            "server": ServerConfig(**engine["server"]),
-        }
-        return cls(**{**fields, "engine": EngineSettings(**engine), "secret": base64.b64decode(fields["secret"])})
+
+def _settings() -> TypeAdapter[HostSettings]:
+    return TypeAdapter(HostSettings)
 
 
 START_S = 600.0
@@ -121,7 +107,6 @@ async def make_host(settings: HostSettings) -> EngineHost:
     """A host that listens, with an engine that has not started. Raises EngineError for arguments that vLLM refuses."""
     from buffers.wire.address import way_to
     from mocked_server.vllm.engine import VLLMEngine
-    from mocked_server.vllm.engine_arguments import make_args, make_vllm_config
     from mocked_server.vllm.hosted.outputs import VLLMCodec
 
     vllm_config = await asyncio.to_thread(lambda: make_vllm_config(make_args(settings.engine)))

@@ -1,6 +1,6 @@
 """The process of an engine's host on another node: a child of a Ray actor there, in a bundle of a placement group or anywhere.
 
-A `HostProcess` of `mocked_server.fleet.remote_engine`. Ray places it and gives it its cards (`CUDA_VISIBLE_DEVICES`, which the
+A `HostProcess` of `remote_engine`. Ray places it and gives it its cards (`CUDA_VISIBLE_DEVICES`, which the
 child inherits), and ends it; no request and no output goes through Ray. When the actor's process dies the child does.
 """
 

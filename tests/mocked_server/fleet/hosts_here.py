@@ -8,8 +8,8 @@ from typing import Any
 
 from buffers.wire.address import Way
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.fleet.engine_host import EngineHost
 from mocked_server.vllm.engine_arguments import EngineSettings
+from mocked_server.vllm.hosted.engine_host import EngineHost
 from mocked_server.vllm.hosted.program import HostSettings
 from tests.support.served_models import MAX_MODEL_LEN
 

@@ -1,4 +1,4 @@
-"""Rules of mocked_server/fleet/engine_host.py and remote_engine.py, with an engine that answers by the word of the test."""
+"""Rules of mocked_server/vllm/hosted/engine_host.py and remote_engine.py, with an engine that answers by the word of the test."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from buffers.wire.address import WireLost
 from buffers.wire.connection import Connection
 from buffers.wire.rpc import MAX_UNREAD, Item, decoder_of
 from buffers.wire.session import Session
-from mocked_server.fleet import remote_engine
-from mocked_server.fleet.engine_host import SILENT_S, EngineHost, WireCompletion, WireOutput, WireSampled
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
-from mocked_server.fleet.remote_engine import RemoteEngine
+from mocked_server.vllm.hosted import remote_engine
+from mocked_server.vllm.hosted.engine_host import SILENT_S, EngineHost
+from mocked_server.vllm.hosted.outputs import WireCompletion, WireOutput, WireSampled
+from mocked_server.vllm.hosted.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere
 from tests.support.patience import PATIENCE_S
 

@@ -18,9 +18,9 @@ from buffers.errors import EngineDied, EngineError
 from configs.child_processes import python_path
 from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.member import EngineLost
-from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from mocked_server.vllm.hosted.program import ChildHost
+from mocked_server.vllm.hosted.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
 from tests.support.patience import PATIENCE_S

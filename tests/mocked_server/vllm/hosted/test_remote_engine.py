@@ -16,10 +16,9 @@ import pytest
 from buffers.errors import RequestFailed, RequestRefused
 from buffers.wire.address import Way
 from configs.tiny_model import make_tiny_model
-from mocked_server.fleet.engine_host import WireOutput
 from mocked_server.fleet.member import EngineLost, Sampled
-from mocked_server.fleet.remote_engine import RemoteEngine
-from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput, logprobs_of, pack_logprobs
+from mocked_server.vllm.hosted.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere, Started
 from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG

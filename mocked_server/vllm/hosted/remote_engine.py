@@ -20,8 +20,9 @@ from buffers.errors import EngineDied, EngineError, RequestFailed, UnderstudyErr
 from buffers.wire.address import WireError, WireLost
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from mocked_server.fleet.engine_host import SILENT_S, Codec, EngineHost, WireOutput
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from mocked_server.vllm.hosted.engine_host import SILENT_S, EngineHost
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RemoteEngine:
     def __init__(
         self,
         host: HostProcess,
-        codec: Codec,
+        codec: VLLMCodec,
         *,
         secret: bytes,
         name: str = "e0",
@@ -204,8 +205,8 @@ class RemoteEngine:
 
     def figures(self) -> EngineFigures:
         """The figures that the host told last, a second ago at most."""
-        found = self._sum()
-        return replace(found, name=self.name, is_up=self.is_up, version=self.version, restarts=max(0, self._life - 1))
+        figures = self._sum()
+        return replace(figures, name=self.name, is_up=self.is_up, version=self.version, restarts=max(0, self._life - 1))
 
     def _sum(self) -> EngineFigures:
         now, before = self._figures, self._before

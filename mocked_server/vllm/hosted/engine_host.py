@@ -1,6 +1,6 @@
 """`EngineHost`: an engine as a service on the wire, for another process.
 
-Runs in the process that has the engine (`mocked_server.vllm.hosted`), on that engine's event loop; `remote_engine` calls it.
+Runs in the process that has the engine (`program`), on that engine's event loop; `remote_engine` calls it.
 Invariants: the outputs of a request go in their order; a client that is gone, or was silent for `SILENT_S`, has its requests
 aborted; the host never restarts its engine by itself.
 """
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,7 +19,8 @@ from buffers.errors import RequestFailed, UnderstudyError
 from buffers.wire.address import Way
 from buffers.wire.rpc import remote
 from buffers.wire.service import Call, Service
-from mocked_server.fleet.member import EngineFigures, FleetEngine, Sampled
+from mocked_server.fleet.member import EngineFigures, FleetEngine
+from mocked_server.vllm.hosted.outputs import VLLMCodec, WireOutput, WireSampled
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ SILENT_S = 10.0
 class EngineHost(Service):
     """Listens from `listen` until `aclose`, which ends the engine too."""
 
-    def __init__(self, engine: FleetEngine, codec: Codec, *, secret: bytes, way: Way, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, engine: FleetEngine, codec: VLLMCodec, *, secret: bytes, way: Way, host: str = "127.0.0.1"
+    ) -> None:
         super().__init__(name=f"engine {engine.name}", secret=secret, way=way, host=host, silent_s=SILENT_S)
         self._engine = engine
         self._codec = codec
@@ -120,101 +122,3 @@ class EngineHost(Service):
     async def _tell_death(self) -> None:
         await self._engine.until_dead()
         self._beat()
-
-
-# An engine's outputs and interrupted completions as they travel over the wire, and what makes them.
-
-
-class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of S positions, the tables of all of them one after the other."""
-
-    is_flat: bool
-    """vLLM's FlatLogprobs; else a table for each position."""
-    counts: list[int]
-    """[S] entries of each position; -1: it has none."""
-    token_ids: list[int]
-    logprobs: bytes
-    """float64 of each entry."""
-    ranks: list[int | None]
-    texts: list[str | None] | None
-    """None: no entry has one."""
-
-
-class WireExperts(msgspec.Struct, array_like=True, frozen=True):
-    """Experts of a completion's tokens, in vLLM's order."""
-
-    shape: tuple[int, int, int]
-    width: int
-    """Bytes of each."""
-    data: bytes
-
-
-class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
-    """What one completion sampled since its last output."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: WireLogprobs | None
-    cumulative: float | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    versions: list[tuple[str, int, int]]
-    """(weight version, first token, token after its last), of the whole completion."""
-    experts: WireExperts | None = None
-    """Those of the whole completion, when it ends."""
-
-
-class WireOutput(msgspec.Struct, array_like=True, frozen=True):
-    """What a request's completions sampled since its last output."""
-
-    completions: list[WireCompletion]
-    finished: bool
-    prompt_logprobs: WireLogprobs | None
-    num_cached_tokens: int | None
-    num_preemptions: int | None
-
-
-class WireSampled(msgspec.Struct, array_like=True, frozen=True):
-    """A completion that another engine began: see `member.Sampled`."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: WireLogprobs | None
-    versions: list[tuple[str, int]]
-    num_sent_chars: int
-    cumulative: float | None
-
-
-class Outputs(Protocol):
-    """One request's outputs, from their deltas."""
-
-    def add(self, delta: WireOutput) -> Any | None:
-        """The engine's output for what came; None where the request gets none for it."""
-        ...
-
-    def sampled(self) -> list[Sampled]: ...
-
-
-class Codec(Protocol):
-    """What is asked of the engine's own records (`mocked_server.vllm.hosted.outputs`)."""
-
-    def pack_params(self, params: Any) -> msgspec.Raw:
-        """SamplingParams on their way. Raises TypeError or ValueError for what cannot travel."""
-        ...
-
-    def params_of(self, data: msgspec.Raw, *, as_deltas: bool) -> Any:
-        """SamplingParams; `as_deltas`: that ask for deltas, whatever was sent. Raises ValueError or TypeError for what is none."""
-        ...
-
-    def shows_logprobs(self, params: Any) -> bool:
-        """Whether the request asked to see log-probabilities."""
-        ...
-
-    def pack_output(self, output: Any, *, logprobs: bool = True, experts: bool = True) -> WireOutput: ...
-    def output_of(self, wire: WireOutput, *, request_id: str) -> Any: ...
-    def pack_sampled(self, sampled: Sampled) -> WireSampled: ...
-    def sampled_of(self, sampled: WireSampled) -> Sampled: ...
-    def rebuilt(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled]
-    ) -> Outputs: ...
