@@ -34,7 +34,9 @@ import openai
 import psutil
 
 from benchmarks.harness import parser_of, play
+from benchmarks.live_others import real, takeover
 from benchmarks.live_run import QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
+from benchmarks.live_wishes import wishes
 
 
 def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
@@ -175,7 +177,9 @@ def _never(_: list[float]) -> bool:
     return False
 
 
-PARTS = {"two_users": two_users, "preference": preference, "gate": gate, "kills": kills}
+PARTS = {
+    "two_users": two_users, "preference": preference, "gate": gate, "kills": kills, "wishes": wishes, "takeover": takeover, "real": real,
+}  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

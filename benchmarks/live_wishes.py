@@ -8,61 +8,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import whole_run
-from benchmarks.live_run import QUESTIONS, USERS, LiveRun, has_m
+from benchmarks.live_run import QUESTIONS, TINY, USERS, WINDOW, LiveRun, has_m, learned, sessions
 
 WORDS = [
-    "moon",
-    "home",
-    "time",
-    "team",
-    "some",
-    "man",
-    "map",
-    "farm",
-    "room",
-    "arm",
-    "name",
-    "storm",
-    "river",
-    "ship",
-    "road",
-    "light",
-    "tree",
-    "water",
-    "day",
-    "sea",
-    "bird",
-    "sun",
-    "hill",
-    "town",
-    "word",
-    "story",
-    "house",
-    "window",
-    "green",
-    "orange",
-    "sand",
-    "bell",
-    "door",
-    "fire",
-    "glass",
-    "horse",
-    "king",
-    "leaf",
-    "note",
-    "paper",
-    "queen",
-    "rain",
-    "salt",
-    "train",
-]
+    "moon", "home", "time", "team", "some", "man", "map", "farm", "room", "arm", "name", "storm", "river", "ship",
+    "road", "light", "tree", "water", "day", "sea", "bird", "sun", "hill", "town", "word", "story", "house", "window",
+    "green", "orange", "sand", "bell", "door", "fire", "glass", "horse", "king", "leaf", "note", "paper", "queen",
+    "rain", "salt", "train",
+]  # fmt: skip
+ALARMS = ("entropy_gone", "falling_entropy", "fallen_reward")
+"""What `understudy why` calls a collapse."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -120,3 +83,66 @@ def ability(run: LiveRun) -> float:
 
     with ThreadPoolExecutor(USERS) as asking:
         return fmean(asking.map(knows, [*range(25)] * 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How people tell what they think, and what learns from it."""
+
+    settings: Sequence[str] = ()
+    is_scored: bool = True
+    has_words: bool = False
+
+
+READER = ["serve.gate.every=1", "learner.lr=1e-3", "learner.kl.coef=0.01"]
+"""What bears a model that knows something: each update is served, and none is as wide as a random model's."""
+SIDES = {
+    "scores": Side(),
+    "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True),
+    "both": Side(["learner.hints.coef=1.0", "learner.epochs=4"], has_words=True),
+}
+
+
+def wishes(folder: Path, seed: int, most: int, *, sides: Sequence[str] = tuple(SIDES)) -> dict[str, Any]:
+    """A wish is learned, then a second one, by each side."""
+    found: dict[str, Any] = {}
+    for name in sides:
+        found |= {f"{name}_{figure}": value for figure, value in two_wishes(folder, seed, most, name=name).items()}
+    took = [found.get(f"{name}_sessions") for name in ("scores", "words", "both")]
+    for name, own in zip(("words_vs_scores", "both_vs_scores"), took[1:], strict=True):
+        found[name] = own / took[0] if own and took[0] else None
+    return found
+
+
+def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, Any]:
+    """Sessions of each wish, what is kept of the first one with the second, and of the alphabet with each."""
+    side = SIDES[name]
+    words = [f"model.path={reader(folder, seed)}", *TINY, *READER, *side.settings, f"run.seed={seed}"]
+    with LiveRun(folder, f"{name}-{seed}", *words) as run:
+        before = ability(run)
+        scores, learned_at, kept, alarms = [], [], [], []
+        for number, (wish, holds) in enumerate((("With an m.", has_m), ("With a full stop.", has_stop))):
+            first: list[float] = []
+
+            def likes(text: str, first: list[float] = first, holds: Callable[[str], float] = holds) -> float:
+                first.append(has_m(text))
+                return holds(text)
+
+            scores, _ = sessions(
+                run, likes, until=learned, most=most, seed=seed + number, words=wish if side.has_words else "",
+                is_scored=side.is_scored,
+            )  # fmt: skip
+            learned_at.append(len(scores) if learned(scores) else None)
+            kept.append(ability(run) / before)
+            alarms.append([each for each in ALARMS if f"[{each}]" in run.command("why", str(run.folder))])
+        steps = run.steps
+    return {
+        "sessions": learned_at[0],
+        "ability_kept": kept[0],
+        "alarms": alarms[0],
+        "second_sessions": learned_at[1],
+        "second_wish": sum(first[-WINDOW:]) / WINDOW,
+        "second_ability_kept": kept[1],
+        "second_alarms": alarms[1],
+        "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
+    }
