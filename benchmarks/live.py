@@ -178,7 +178,8 @@ def _never(_: list[float]) -> bool:
 
 
 PARTS = {
-    "two_users": two_users, "preference": preference, "gate": gate, "kills": kills, "wishes": wishes, "takeover": takeover, "real": real,
+    "two_users": two_users, "preference": preference, "gate": gate, "kills": kills, "wishes": wishes, "takeover": takeover,
+    "real": real,
 }  # fmt: skip
 
 

@@ -137,10 +137,12 @@ def sessions(
     seed: int,
     words: str = "",
     is_scored: bool = True,
+    batch: int = BATCH,
     questions: Sequence[str] = QUESTIONS,
 ) -> tuple[list[float], list[float]]:
     """Scores and latencies of sessions that users begin one after the other, `USERS` at once, until `until` says so of all scores
-    or `most` were played. `words`: what they say of an answer that is not as they wish; `is_scored`: they give its score."""
+    or `most` were played. `words`: what they say of an answer that is not as they wish; `is_scored`: they give its
+    score; `batch`: sessions of an update, of which two may be ahead."""
     draw, lock = random.Random(seed), threading.Lock()
     scores: list[float] = []
     seconds: list[float] = []
@@ -151,7 +153,7 @@ def sessions(
             with lock:
                 if len(scores) >= most or until(scores):
                     return
-                is_ahead = told[0] >= BATCH * (len(run.steps) - before + 2)
+                is_ahead = told[0] >= batch * (len(run.steps) - before + 2)
                 told[0] += not is_ahead
                 question = draw.choice(questions)
             if is_ahead:

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import whole_run
-from benchmarks.live_run import QUESTIONS, TINY, USERS, WINDOW, LiveRun, has_m, learned, sessions
+from benchmarks.live_run import BATCH, QUESTIONS, TINY, USERS, WINDOW, LiveRun, has_m, learned, sessions
 
 WORDS = [
     "moon", "home", "time", "team", "some", "man", "map", "farm", "room", "arm", "name", "storm", "river", "ship",
@@ -92,13 +92,14 @@ class Side:
     settings: Sequence[str] = ()
     is_scored: bool = True
     has_words: bool = False
+    batch: int = BATCH
 
 
 READER = ["serve.gate.every=1", "learner.lr=1e-3", "learner.kl.coef=0.01"]
 """What bears a model that knows something: each update is served, and none is as wide as a random model's."""
 SIDES = {
     "scores": Side(),
-    "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True),
+    "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True, batch=8),
     "both": Side(["learner.hints.coef=1.0", "learner.epochs=4"], has_words=True),
 }
 
@@ -117,7 +118,10 @@ def wishes(folder: Path, seed: int, most: int, *, sides: Sequence[str] = tuple(S
 def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, Any]:
     """Sessions of each wish, what is kept of the first one with the second, and of the alphabet with each."""
     side = SIDES[name]
-    words = [f"model.path={reader(folder, seed)}", *TINY, *READER, *side.settings, f"run.seed={seed}"]
+    words = [
+        f"model.path={reader(folder, seed)}", *TINY, *READER, *side.settings, f"buffer.groups_per_step={side.batch}",
+        f"run.seed={seed}",
+    ]  # fmt: skip
     with LiveRun(folder, f"{name}-{seed}", *words) as run:
         before = ability(run)
         scores, learned_at, kept, alarms = [], [], [], []
@@ -130,7 +134,7 @@ def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, An
 
             scores, _ = sessions(
                 run, likes, until=learned, most=most, seed=seed + number, words=wish if side.has_words else "",
-                is_scored=side.is_scored,
+                is_scored=side.is_scored, batch=side.batch,
             )  # fmt: skip
             learned_at.append(len(scores) if learned(scores) else None)
             kept.append(ability(run) / before)

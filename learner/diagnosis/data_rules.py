@@ -154,11 +154,13 @@ def constrained_tokens(run: Evidence) -> Observation:
 
 @rule("reward/mean", Severity.STOPS)
 def constant_scores(run: Evidence) -> Observation | None:
-    """All of 16 or more scored episodes, of different groups, have one and the same score, which is not the best one."""
+    """All of 16 or more scored episodes, of different groups, have one and the same score, which is not the best one; and scores
+    are what is learned from."""
     groups = run.ledger.groups
     number = sum(group.number for group in groups)
     scores = {score for group in groups for score in (group.lowest, group.highest)}
-    if number < 16 or len(groups) < 2 or len(scores) > 1 or run.is_solved:
+    is_unscored = run.config.learner.advantage == "none"
+    if number < 16 or len(groups) < 2 or len(scores) > 1 or run.is_solved or is_unscored:
         return None
     (score,) = scores
     return Observation(
@@ -237,7 +239,7 @@ def equal_groups(run: Evidence) -> Observation | None:
 def no_hints(run: Evidence) -> Observation | None:
     """No row had a hint in at least half of the last 10 steps (learner.hints), and the task is not solved."""
     learner, shares = run.config.learner, run.values("policy/hinted_share")
-    if not shares or run.is_solved:
+    if not shares or run.is_solved or is_unscored:
         return None
     number, alone = shares.count(0.0), learner.advantage == "none" and not learner.teacher.path
     return Observation(
