@@ -100,6 +100,7 @@ READER = ["serve.gate.every=1", "learner.lr=1e-3", "learner.kl.coef=0.01"]
 SIDES = {
     "scores": Side(),
     "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True, batch=8),
+    "hard_scores": Side(["learner.epochs=4"], batch=8),
     "both": Side(["learner.hints.coef=1.0", "learner.epochs=4"], has_words=True),
 }
 

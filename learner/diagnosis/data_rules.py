@@ -239,7 +239,7 @@ def equal_groups(run: Evidence) -> Observation | None:
 def no_hints(run: Evidence) -> Observation | None:
     """No row had a hint in at least half of the last 10 steps (learner.hints), and the task is not solved."""
     learner, shares = run.config.learner, run.values("policy/hinted_share")
-    if not shares or run.is_solved or is_unscored:
+    if not shares or run.is_solved:
         return None
     number, alone = shares.count(0.0), learner.advantage == "none" and not learner.teacher.path
     return Observation(
