@@ -1,7 +1,7 @@
 """A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, and whether serving stands.
 
-`python -m benchmarks.live [--seeds 0] [--only PART ...] [--json PATH]`. Users ask one of four questions and wish that the answer has
-an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of what was
+`python -m benchmarks.live [--seeds 0] [--only PART ...] [--json PATH]`. Users ask one of four questions and wish that the answer
+has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of what was
 trained. Parts, with the demo's tiny model but for `real`; each ends within ten minutes for one seed:
 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
@@ -14,10 +14,10 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
   64 answers as each wished.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 - wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
-  they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores that
-  train as many epochs of as small a batch as words do. Of each side, `ability_kept`: what it knows of the alphabet after over
-  before, `alarms`: which of `ALARMS` `understudy why` raises, and the same (`second_`) after a second wish was learned, to end with a
-  full stop; `second_wish`: share of the last 64 answers that have an `m` then.
+  they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
+  that train as many epochs of as small a batch as words do. Of each side, `ability_kept`: what it knows of the alphabet after over
+  before, `alarms`: which of `ALARMS` `understudy why` raises, and the same (`second_`) after a second wish was learned, to end
+  with a full stop; `second_wish`: share of the last 64 answers that have an `m` then.
 - takeover: another model is watched for 200 sessions. `takeover_share`: of the 128 sessions after the policy has learned from them,
   the share that it answers (at most 0.9); `takeover_score` beside `takeover_upstream_score`; `upstream_overhead_ms`: median latency
   of the other model through the run, less that without it.

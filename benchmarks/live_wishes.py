@@ -87,8 +87,8 @@ def ability(run: LiveRun) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How people tell what they think, and what learns from it: as hard as the alphabet bears, but for `hard_scores`, which learn as
-    hard as words do."""
+    """How people tell what they think, and what learns from it: as hard as the alphabet bears, but for `hard_scores`, which learn
+    as hard as words do."""
 
     settings: Sequence[str] = ()
     is_scored: bool = True
