@@ -102,7 +102,7 @@ SIDES = {
     "scores": Side(),
     "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True, batch=8),
     "hard_scores": Side(["learner.epochs=4"], batch=8),
-    "both": Side(["learner.hints.coef=1.0", "learner.epochs=2"], has_words=True),
+    "both": Side(["learner.hints.coef=1.0"], has_words=True),
 }
 
 
