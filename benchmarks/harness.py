@@ -166,8 +166,9 @@ def whole_run(folder: Path, name: str, *settings: str, config: str = "demo", **o
 
 
 def metric_lines(run: Path) -> list[dict[str, Any]]:
-    """The figures of a run, as they came: of its steps, and of validations that ended later."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The figures of a run, as they came: of its steps, and of validations that ended later; a line is whole once it has an end."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def call(

@@ -1,8 +1,8 @@
 """A live run (`understudy serve`) in use by scripted users: what it learns of their wishes, and whether serving stands.
 
-`python -m benchmarks.live [--seeds 0] [--only two_users preference gate kills] [--json PATH]`. Users ask one of four questions and
-wish that the answer has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches
-ahead of what was trained. Parts, all with the demo's tiny model:
+`python -m benchmarks.live [--seeds 0] [--only PART ...] [--json PATH]`. Users ask one of four questions and wish that the answer
+has an `m`, which no prompt says; they score each answer by its id, and begin no more sessions than two batches ahead of what was
+trained. Parts, with the demo's tiny model but for `real`; each ends within ten minutes for one seed:
 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
@@ -13,22 +13,26 @@ ahead of what was trained. Parts, all with the demo's tiny model:
 - two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
   64 answers as each wished.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
+- wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
+  they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
+  that train as many epochs of as small a batch as words do. Of each side, `ability_kept`: what it knows of the alphabet after over
+  before, `alarms`: which of `ALARMS` `understudy why` raises, and the same (`second_`) after a second wish was learned, to end
+  with a full stop; `second_wish`: share of the last 64 answers that have an `m` then.
+- takeover: another model is watched for 200 sessions. `takeover_share`: of the 128 sessions after the policy has learned from them,
+  the share that it answers (at most 0.9); `takeover_score` beside `takeover_upstream_score`; `upstream_overhead_ms`: median latency
+  of the other model through the run, less that without it.
+- real: SmolLM2-135M, asked to name things, is told to be short. `real_preference_first`, `real_preference_last`,
+  `real_sessions_to_0_8`.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
-import random
-import shlex
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -39,154 +43,10 @@ import httpx
 import openai
 import psutil
 
-from benchmarks.harness import ROOT, RunFailed, metric_lines, parser_of, play
-
-QUESTIONS = ["Say a word.", "Name a word.", "Write a word.", "Find a word."]
-WINDOW = 64
-TARGET = 0.8
-BATCH = 16
-USERS = 8
-"""Requests at once."""
-START_S = 300.0
-TINY = [
-    "run.checkpoints.every=0", "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5",
-    f"buffer.groups_per_step={BATCH}", "learner.lr=1e-2", "learner.entropy_coef=0.01", "learner.kl.coef=0.001",
-]  # fmt: skip
-
-
-class LiveRun:
-    """A run of `understudy serve` and a client of one user of it."""
-
-    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
-        self.folder = folder / name
-        self._words = [f"run.dir={folder}", f"run.name={name}", *overrides]
-        self._log = folder / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> LiveRun:
-        self.key = self.command("serve", "keys", "add", "ann", *self._words).strip()
-        self.start()
-        return self
-
-    def of(self, user: str) -> LiveRun:
-        """The same run, seen by another user."""
-        other = copy.copy(self)
-        other.key = self.command("serve", "keys", "add", user, *self._words).strip()
-        other.client = openai.OpenAI(base_url=self.url, api_key=other.key, timeout=120.0)
-        other.http = httpx.Client(headers={"Authorization": f"Bearer {other.key}"}, timeout=120.0)
-        return other
-
-    def start(self) -> None:
-        """Start it, or start it again; returns when it answers."""
-        with self._log.open("ab") as sink:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "learner.cli", "serve", *self._words], cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
-            )  # fmt: skip
-        deadline, place = time.monotonic() + START_S, self.folder / "agent.env"
-        while not place.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RunFailed(
-                    f"a live run must start; its output ends:\n{self._log.read_text(errors='replace')[-2000:]}"
-                )
-            time.sleep(0.2)
-        told = dict(word.split("=", 1) for word in shlex.split(place.read_text()))
-        self.url = told["OPENAI_BASE_URL"]
-        self.client = openai.OpenAI(base_url=self.url, api_key=self.key, timeout=120.0)
-        self.http = httpx.Client(headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(60)
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def command(self, *words: str) -> str:
-        """What `understudy` prints. Raises RunFailed."""
-        done = subprocess.run([sys.executable, "-m", "learner.cli", *words], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RunFailed(f"understudy {shlex.join(words)}: {done.stderr}")
-        return done.stdout
-
-    def ask(self, question: str, **more: Any) -> tuple[str, str, float]:
-        """(id, text, seconds) of an answer."""
-        began = time.monotonic()
-        answer = self.client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": question}], **more
-        )
-        return answer.id, answer.choices[0].message.content or "", time.monotonic() - began
-
-    def say(self, response_id: str, **feedback: Any) -> None:
-        """Feedback on an answer."""
-        self.http.post(f"{self.url[:-3]}/feedback", json={"response_id": response_id, **feedback}).raise_for_status()
-
-    def change(self, **body: Any) -> None:
-        """Serve another version."""
-        told = dict(word.split("=", 1) for word in shlex.split((self.folder / "admin.env").read_text()))
-        headers = {"Authorization": f"Bearer {told['ADMIN_KEY']}"}
-        httpx.post(f"{told['SERVER_URL']}/versions", json=body, headers=headers, timeout=120.0).raise_for_status()
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        is_there = (self.folder / "metrics.jsonl").is_file()
-        return [line for line in metric_lines(self.folder) if "reward/mean" in line] if is_there else []
-
-    def children(self, what: str) -> list[psutil.Process]:
-        """The run's processes whose title or command has this word."""
-        assert self._process is not None
-        found = []
-        for child in psutil.Process(self._process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if what in " ".join(child.cmdline()) or what in child.name():
-                    found.append(child)
-        return found
-
-
-def sessions(
-    run: LiveRun, likes: Callable[[str], float], *, until: Callable[[list[float]], bool], most: int, seed: int
-) -> tuple[list[float], list[float]]:
-    """Scores and latencies of sessions that users begin one after the other, `USERS` at once, until `until` says so of all scores
-    or `most` were played."""
-    draw, lock = random.Random(seed), threading.Lock()
-    scores: list[float] = []
-    seconds: list[float] = []
-    begun, before = [0], len(run.steps)
-
-    def play_some(_: int) -> None:
-        while True:
-            with lock:
-                if len(scores) >= most or until(scores):
-                    return
-                is_ahead = begun[0] >= BATCH * (len(run.steps) - before + 2)
-                begun[0] += not is_ahead
-                question = draw.choice(QUESTIONS)
-            if is_ahead:
-                time.sleep(0.05)
-                continue
-            name, text, took = run.ask(question)
-            score = likes(text)
-            run.say(name, score=score)
-            with lock:
-                scores.append(score)
-                seconds.append(took)
-
-    with ThreadPoolExecutor(USERS) as users:
-        list(users.map(play_some, range(USERS)))
-    return scores, seconds
-
-
-def learned(scores: list[float]) -> bool:
-    """Whether the last sessions are as wished."""
-    return len(scores) >= WINDOW and sum(scores[-WINDOW:]) / WINDOW >= TARGET
-
-
-def has_m(text: str) -> float:
-    """The wish."""
-    return float("m" in text.lower())
+from benchmarks.harness import parser_of, play
+from benchmarks.live_others import real, takeover
+from benchmarks.live_run import QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
+from benchmarks.live_wishes import wishes
 
 
 def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
@@ -327,7 +187,10 @@ def _never(_: list[float]) -> bool:
     return False
 
 
-PARTS = {"two_users": two_users, "preference": preference, "gate": gate, "kills": kills}
+PARTS = {
+    "two_users": two_users, "preference": preference, "gate": gate, "kills": kills, "wishes": wishes, "takeover": takeover,
+    "real": real,
+}  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

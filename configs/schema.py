@@ -834,7 +834,8 @@ class Config(Section):
             raise ValueError(
                 "learner.advantage=none needs another signal, got learner.teacher.path='' and learner.hints.coef=0; set one of them"
             )
-        if learner.hints.coef and "sibling" in learner.hints.sources and self.buffer.group_size < 2:
+        needs_siblings = "sibling" in learner.hints.sources and not self.serve.enabled  # sessions have none
+        if learner.hints.coef and needs_siblings and self.buffer.group_size < 2:
             raise ValueError(
                 f"learner.hints.sources=sibling compares episodes of one task: buffer.group_size must be >= 2, got "
                 f"{self.buffer.group_size}; set buffer.group_size=8"

@@ -154,11 +154,13 @@ def constrained_tokens(run: Evidence) -> Observation:
 
 @rule("reward/mean", Severity.STOPS)
 def constant_scores(run: Evidence) -> Observation | None:
-    """All of 16 or more scored episodes, of different groups, have one and the same score, which is not the best one."""
+    """All of 16 or more scored episodes, of different groups, have one and the same score, which is not the best one; and scores
+    are what is learned from."""
     groups = run.ledger.groups
     number = sum(group.number for group in groups)
     scores = {score for group in groups for score in (group.lowest, group.highest)}
-    if number < 16 or len(groups) < 2 or len(scores) > 1 or run.is_solved:
+    is_unscored = run.config.learner.advantage == "none"
+    if number < 16 or len(groups) < 2 or len(scores) > 1 or run.is_solved or is_unscored:
         return None
     (score,) = scores
     return Observation(

@@ -45,3 +45,10 @@ def test_what_cannot_be_served_is_refused_by_name(words, says):
 def test_the_shipped_configuration_is_one():
     config = load_config(shipped(Path("live")), [])
     assert config.serve.enabled and config.learner.lora.rank > 0 and not config.data.task_files
+
+
+def test_words_alone_teach_a_live_run_by_the_recipe() -> None:
+    config = load_config(shipped(Path("live")), ["learner.recipe=sdpo"])
+    assert (config.learner.advantage, config.learner.hints.coef, config.buffer.group_size) == ("none", 1.0, 1)
+    with pytest.raises(ConfigError, match=r"learner\.hints\.sources=sibling compares episodes of one task"):
+        load_config(shipped(Path("live")), ["learner.recipe=sdpo", "serve.enabled=false"])

@@ -169,6 +169,12 @@ CASES = [
         severity=Severity.STOPS, figure=1.0, says=(),
     ),
     Case(
+        rule="constant_scores",  # words alone teach, and are no score
+        fires=lambda folder: recorded(folder, rises=False).ledger(groups(*[[0.0] * 4] * 4)),
+        quiet=lambda folder: recorded(folder, "learner.recipe=sdpo", rises=False).ledger(groups(*[[0.0] * 4] * 4)),
+        severity=Severity.STOPS, figure=0.0, says=(),
+    ),
+    Case(
         rule="cut_answers",
         fires=lambda folder: recorded(folder, "rollout.max_tokens=4").steps({"policy/truncated_share": 0.6})
         .ledger(answers(cut=4, whole=2)),
