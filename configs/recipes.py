@@ -2,7 +2,8 @@
 
 `configs.schema` fills what a configuration leaves out with its `learner.recipe`; `configs.load` lets a recipe take the place of the
 algorithm that a base file describes. Invariant: a recipe names only keys of the learner, by values that `LearnerConfig` takes
-(`tests/configs/test_recipes.py` loads each). They stand in `algorithms/recipes.toml`. Systems settings (rates, ranks, budgets) are no recipe's business.
+(`tests/configs/test_recipes.py` loads each). They stand in `algorithms/recipes.toml`. Systems
+settings (rates, ranks, budgets) are no recipe's business.
 """
 
 from __future__ import annotations
