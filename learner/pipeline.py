@@ -907,7 +907,7 @@ class Pipeline:
             say=self._display.note,
             disk=disk,
             pool=parts.buffers.pool.metrics,
-            is_starting=lambda: self._display.is_starting,
+            is_starting=lambda: bool(self._display.phase_name),
             why=why,
         )
 

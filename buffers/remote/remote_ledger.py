@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,9 @@ from buffers.remote.outbox import Outgoing, batches, check_job, check_round, fra
 from buffers.wire.address import OtherVersion, WireError
 from buffers.wire.client import Client
 
+if TYPE_CHECKING:
+    from buffers.remote.ledger_actor import ActorHandle
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -55,18 +58,11 @@ ANSWER_S = 30.0
 _RETRY_S = 0.2
 
 
-class Handle(Protocol):
-    """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
-
-    def where(self) -> LedgerAddress: ...
-    def end(self) -> None: ...
-
-
 class RemoteLedger(Ledger):
     """See the module. `path`: where the file is, on the disk's node. `owns`: `close` ends the actor too."""
 
     def __init__(
-        self, actor: Handle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
+        self, actor: ActorHandle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
     ) -> None:
         self._actor = actor
         self._secret = secret

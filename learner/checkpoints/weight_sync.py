@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from buffers.disk import until_written
 from buffers.errors import WeightsError
@@ -38,6 +38,9 @@ from buffers.weights.version_server import VersionServer
 from configs.child_processes import goes_with_this_process, python_path
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, Checkpoint, saved_versions
 from learner.checkpoints.weight_shards import Published
+
+if TYPE_CHECKING:
+    from learner.checkpoints.weight_nodes import WeightNode
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +62,6 @@ class Engine(Protocol):
     async def wake_up(self) -> None: ...
 
 
-class Node(Protocol):
-    """The weights on another node: `learner.checkpoints.weight_nodes.WeightNode`."""
-
-    address: str
-
-    async def start(self) -> object: ...
-    async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None: ...
-    async def copy(self, name: str, *, home: str) -> None: ...
-    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None: ...
-    async def close(self) -> None: ...
-
-
 class KeepsVersions(Protocol):
     """Copies each version that engines were given: `EarlierVersions`, `learner.live_versions.Versions`."""
 
@@ -90,7 +81,7 @@ class WeightSync:
         host: str = "127.0.0.1",
         secret: bytes = b"",
         rank_nodes: Callable[[], Sequence[str]] = tuple,
-        make_node: Callable[[str, WeightSync], Node] | None = None,
+        make_node: Callable[[str, WeightSync], WeightNode] | None = None,
         folder: Path | None = None,
     ) -> None:
         self.folder = folder or _fast_folder(run)
@@ -108,7 +99,7 @@ class WeightSync:
         self._server: VersionServer | None = None
         self._dense_server: VersionServer | None = None
         """Serves what is pulled here, to nodes that join late."""
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, WeightNode] = {}
         self._joining = asyncio.Lock()
         self.earlier: KeepsVersions | None = None
         """Keeps versions, for the roles that play earlier ones or for users."""
@@ -207,10 +198,10 @@ class WeightSync:
         nodes = {f"rank-{rank}.bin": self._nodes.get(node_id) for rank, node_id in enumerate(self._rank_nodes())}
         return {file: node.address for file, node in nodes.items() if node is not None}
 
-    async def _on_others(self, ask: Callable[[Node], Awaitable[None]]) -> None:
+    async def _on_others(self, ask: Callable[[WeightNode], Awaitable[None]]) -> None:
         """A node that does not do it is left out; it joins again with the next engine that starts there."""
 
-        async def on(node_id: str, node: Node) -> None:
+        async def on(node_id: str, node: WeightNode) -> None:
             try:
                 await ask(node)
             except WeightsError as error:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
@@ -161,10 +161,8 @@ async def open_run_buffers(
 # with all that was acknowledged; the next one takes its place.
 
 
-class RowSecret(Protocol):
-    """The secret of the ledger's wire; raises where others can reach that host and there must be one of the operator's."""
-
-    def __call__(self, *, host: str) -> bytes: ...
+RowSecret = Callable[..., bytes]
+"""Gives the secret of the ledger's wire to `host=`; raises where others can reach it and there must be one of the operator's."""
 
 
 async def open_ledger(
