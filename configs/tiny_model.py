@@ -91,17 +91,24 @@ def make_tiny_model(
     try:
         tokenizer = _make_tokenizer(strip_thinking=strip_thinking, positions=positions)
         tokenizer.save_pretrained(scratch)
-        _write_weights(
-            scratch,
-            tokenizer,
-            seed=seed,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            positions=positions,
+        config = Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=hidden // heads,
+            max_position_embeddings=positions,
+            initializer_range=INITIALIZER_RANGE,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
         )
+        _write_weights(scratch, config, seed=seed)
         scratch.chmod(0o755)
         _move(scratch, target)
     finally:
@@ -153,41 +160,13 @@ def _make_tokenizer(*, strip_thinking: bool, positions: int) -> PreTrainedTokeni
     )
 
 
-def _write_weights(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    positions: int,
-) -> None:
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=positions,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+def _write_weights(folder: Path, config: Qwen3Config, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     generation = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=[config.eos_token_id, config.pad_token_id],
+        pad_token_id=config.pad_token_id,
         do_sample=True,
         temperature=1.0,
     )

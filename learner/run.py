@@ -252,6 +252,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from mocked_server.http.request_fields import TABLES, check_parser
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
+    from mocked_server.next_turn import read_prompt
 
     folder = Path(config.run.dir) / config.run.name
     again, checkpoint = find_resume(folder, resume=resume, has_ledger=config.has_ledger)
@@ -295,8 +296,9 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
     check_other_models(config)
     check_scorers(config)
+    check_variables(config)
     if config.serve.judge.model:
-        check_next_turn(config)
+        read_prompt(config.serve.judge.prompt)
 
 
 def check_models(config: Config, *, resume: str) -> None:
@@ -328,17 +330,18 @@ def check_scorers(config: Config) -> None:
             rewards.resolve(scorer, batch=False)
 
 
-def check_next_turn(config: Config) -> None:
-    """Raises UnderstudyError for a judge of the next turn that cannot be asked."""
+def check_variables(config: Config) -> None:
+    """Raises UnderstudyError for a key that is to be in a variable which is not set."""
     from buffers.errors import UnderstudyError
-    from mocked_server.next_turn import read_prompt
 
-    judge = config.serve.judge
-    read_prompt(judge.prompt)
-    if judge.key_variable and judge.key_variable not in os.environ:
-        raise UnderstudyError(
-            f"serve.judge.key_variable must name a variable that is set, got {judge.key_variable}; set it where you start the run"
-        )
+    named = {f"roles.{name}": role.key_variable for name, role in config.roles.items()}
+    named["serve.upstream"] = config.serve.upstream.key_variable
+    named["serve.judge"] = config.serve.judge.key_variable if config.serve.judge.model else ""
+    for section, variable in named.items():
+        if variable and variable not in os.environ:
+            raise UnderstudyError(
+                f"{section}.key_variable must name a variable that is set, got {variable}; set it where you start the run"
+            )
 
 
 def check_other_models(config: Config) -> None:
@@ -356,17 +359,6 @@ def check_other_models(config: Config) -> None:
     named |= {
         f"roles.{name}.frozen": role.frozen for name, role in config.roles.items() if isinstance(role.frozen, str)
     }
-    for name, role in config.roles.items():
-        if role.key_variable and role.key_variable not in os.environ:
-            raise UnderstudyError(
-                f"roles.{name}.key_variable must name a variable that is set, got {role.key_variable}; set it where you "
-                f"start the run"
-            )
-    upstream = config.serve.upstream.key_variable
-    if upstream and upstream not in os.environ:
-        raise UnderstudyError(
-            f"serve.upstream.key_variable must name a variable that is set, got {upstream}; set it where you start the run"
-        )
     for key, path in named.items():
         if not path:
             continue

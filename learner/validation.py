@@ -206,7 +206,7 @@ def evaluation_figures(
             for k in best_ks(samples)
         },
         "by_source": {source: with_interval(means) for source, means in means_by_source(found).items()},
-        "binary": is_binary(found),
+        "binary": all(score in (0.0, 1.0) for each in found for score in each.scores),
     }
 
 
@@ -237,11 +237,6 @@ def best_of_k(scores: Sequence[float], k: int) -> float:
     """
     ordered = sorted(scores)
     return sum(score * comb(rank, k - 1) for rank, score in enumerate(ordered)) / comb(len(ordered), k)
-
-
-def is_binary(found: Sequence[Validated]) -> bool:
-    """Whether each score is 0 or 1."""
-    return all(score in (0.0, 1.0) for one in found for score in one.scores)
 
 
 def table(figures: Mapping[str, Any]) -> Table:

@@ -228,7 +228,9 @@ class GroupCommit:
     def _commit(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
         try:
-            self._set_durable(not all(job.rules.transient for job in jobs))
+            if (durable := not all(job.rules.transient for job in jobs)) != self._durable:
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._durable = durable
             self._db.execute("BEGIN IMMEDIATE")
             if self.waits_for:
                 self._probe(self._db)
@@ -249,11 +251,6 @@ class GroupCommit:
             else:
                 job.future.set_result(outcome)
         self._publish(event, recovered=waited)
-
-    def _set_durable(self, durable: bool) -> None:
-        if durable != self._durable:
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._durable = durable
 
     def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
         self.waits_for = why_not_stored(error, name=self._name)
