@@ -163,7 +163,7 @@ class WeightSync:
         began = time.monotonic()
         if isinstance(engine, RoleEngine) and self._role:
             figures["publish/paused_s"] = await engine.load_adapter(folder, role=self._role, version=version)
-            figures["publish/swap_s"] = time.monotonic() - began
+            figures["swap_s"] = time.monotonic() - began
         else:
             figures["publish/paused_s"] = await engine.load_weights(folder, version=version)
         if self.earlier is not None:
@@ -366,7 +366,7 @@ class RoleWeights(WeightSync):
             figures["publish/bytes"] += found["publish/bytes"]
             figures["publish/paused_s"] = max(figures["publish/paused_s"], found["publish/paused_s"])
             figures[f"adapter/{role}/publish_s"] = time.monotonic() - began
-            figures[f"adapter/{role}/swap_s"] = found["publish/swap_s"]
+            figures[f"adapter/{role}/swap_s"] = found["swap_s"]
         return figures
 
     def renew(self) -> None:
