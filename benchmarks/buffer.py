@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, taken_s
-from buffers.ledger.encode import body_of, encode, stored_round
+from buffers.ledger.encode import encode, stored_round
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
@@ -243,7 +243,7 @@ def fill(path: Path, *, groups: int) -> None:
     """A ledger with so many ready groups, of one short row each: what a claim has to find its way in."""
     Ledger(path).close()
     db, owner = open_database(path)
-    body = encode(body_of(row("x", tokens=8)))
+    body = encode(row("x", tokens=8))
     db.execute("PRAGMA synchronous = OFF")
     db.execute("BEGIN")
     db.execute("INSERT INTO task VALUES ('t', '{\"prompt\": []}')")

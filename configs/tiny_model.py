@@ -54,77 +54,6 @@ We looked for the right word, found another one, and used it where the first sho
 If you have a question, ask it; if the question has no answer, then say so and go on.
 """
 
-_TEMPLATE_HEAD = """\
-{%- macro text(content) -%}
-  {%- if content is string -%}{{- content -}}
-  {%- elif content -%}
-    {%- for part in content -%}
-      {%- if part.type != 'text' -%}
-        {{- raise_exception('content parts must be of type text, got ' ~ part.type) -}}
-      {%- endif -%}
-      {{- part.text -}}
-    {%- endfor -%}
-  {%- endif -%}
-{%- endmacro -%}
-{%- set leads = messages and messages[0].role in ('system', 'developer') -%}
-{%- if tools -%}
-  {{- '<|im_start|>system\\n' -}}
-  {%- if leads -%}{{- text(messages[0].content) ~ '\\n\\n' -}}{%- endif -%}
-  {{- 'Tools that you may call:\\n<tools>\\n' -}}
-  {%- for tool in tools -%}{{- tool | tojson ~ '\\n' -}}{%- endfor -%}
-  {{- '</tools>\\nA call is written as:\\n' -}}
-  {{- '<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|im_end|>\\n' -}}
-{%- endif -%}
-"""
-# Qwen3 shows reasoning only after the last message that a person wrote: an answer's reasoning is gone in the next turn.
-_TEMPLATE_STRIP = """\
-{%- set turn = namespace(start=-1) -%}
-{%- for message in messages -%}
-  {%- if message.role == 'user' -%}{%- set turn.start = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-"""
-_TEMPLATE_LOOP = """\
-{%- for message in messages -%}
-  {%- if message.role in ('system', 'developer') -%}
-    {%- if not (tools and loop.first) -%}
-      {{- '<|im_start|>system\\n' ~ text(message.content) ~ '<|im_end|>\\n' -}}
-    {%- endif -%}
-  {%- elif message.role == 'user' -%}
-    {{- '<|im_start|>user\\n' ~ text(message.content) ~ '<|im_end|>\\n' -}}
-  {%- elif message.role == 'assistant' -%}
-    {{- '<|im_start|>assistant\\n' -}}
-    {%- set content = text(message.content) -%}
-    {%- set reasoning = message.reasoning_content or message.reasoning -%}
-    @ASSISTANT@
-    {%- for call in message.tool_calls or [] -%}
-      {%- set function = call.function or call -%}
-      {%- set arguments = function.arguments -%}
-      {%- if content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
-      {{- '<tool_call>\\n{"name": ' ~ function.name | tojson ~ ', "arguments": ' -}}
-      {{- (arguments if arguments is string else arguments | tojson) ~ '}\\n</tool_call>' -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\\n' -}}
-  {%- elif message.role == 'tool' -%}
-    {%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-    {{- '\\n<tool_response>\\n' ~ text(message.content) ~ '\\n</tool_response>' -}}
-    {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-  {%- else -%}
-    {{- raise_exception('unknown role ' ~ message.role ~ ': use system, developer, user, assistant or tool') -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-_ASSISTANT_KEEPS = """\
-{%- if reasoning -%}{{- '<think>\\n' ~ reasoning ~ '\\n</think>\\n\\n' -}}{%- endif -%}
-    {{- content -}}"""
-_ASSISTANT_STRIPS = """\
-{%- if not reasoning and '</think>' in content -%}
-      {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
-      {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
-    {%- endif -%}
-    {%- if reasoning and loop.index0 > turn.start -%}{{- '<think>\\n' ~ reasoning ~ '\\n</think>\\n\\n' -}}{%- endif -%}
-    {{- content -}}"""
-
 
 def chat_template(*, strip_thinking: bool = False) -> str:
     """ChatML with hermes tool calls; ignores `enable_thinking`.
@@ -133,9 +62,8 @@ def chat_template(*, strip_thinking: bool = False) -> str:
     does not end between two tool messages (those share one user turn). `strip_thinking` breaks that rule on purpose: it
     drops the reasoning of earlier turns, as Qwen3's own template does.
     """
-    if strip_thinking:
-        return _TEMPLATE_HEAD + _TEMPLATE_STRIP + _TEMPLATE_LOOP.replace("@ASSISTANT@", _ASSISTANT_STRIPS)
-    return _TEMPLATE_HEAD + _TEMPLATE_LOOP.replace("@ASSISTANT@", _ASSISTANT_KEEPS)
+    template = (Path(__file__).parent / "tiny" / "chat_template.jinja").read_text(encoding="utf-8")
+    return template.replace("strips = false", "strips = true") if strip_thinking else template
 
 
 def make_tiny_model(
@@ -163,17 +91,24 @@ def make_tiny_model(
     try:
         tokenizer = _make_tokenizer(strip_thinking=strip_thinking, positions=positions)
         tokenizer.save_pretrained(scratch)
-        _write_weights(
-            scratch,
-            tokenizer,
-            seed=seed,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            positions=positions,
+        config = Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=hidden // heads,
+            max_position_embeddings=positions,
+            initializer_range=INITIALIZER_RANGE,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
         )
+        _write_weights(scratch, config, seed=seed)
         scratch.chmod(0o755)
         _move(scratch, target)
     finally:
@@ -225,41 +160,13 @@ def _make_tokenizer(*, strip_thinking: bool, positions: int) -> PreTrainedTokeni
     )
 
 
-def _write_weights(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    positions: int,
-) -> None:
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=positions,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+def _write_weights(folder: Path, config: Qwen3Config, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     generation = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=[config.eos_token_id, config.pad_token_id],
+        pad_token_id=config.pad_token_id,
         do_sample=True,
         temperature=1.0,
     )

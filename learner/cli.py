@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -110,17 +111,8 @@ def serve(words: list[str]) -> int:
     return _run([*named, *others, *more, *overrides, "serve.enabled=true"], program="understudy serve")
 
 
-def feedback(words: list[str]) -> int:
-    """Tells a run that serves users what is thought of a session."""
-    from learner import live
-
-    return live.feedback(words)
-
-
 def resume(words: list[str]) -> int:
     """`run --resume` with the configuration that lies in the run's folder."""
-    import argparse
-
     parser = argparse.ArgumentParser(
         prog="understudy resume", description="Resume a run with the configuration that it was started with."
     )
@@ -214,34 +206,6 @@ def evaluate(words: list[str]) -> int:
     from learner import evaluate
 
     leave(evaluate.main(words))
-
-
-def compare(words: list[str]) -> int:
-    """What differs between runs."""
-    from learner.reporting.compare import main
-
-    return main(words)
-
-
-def why(words: list[str]) -> int:
-    """What holds learning back in a run."""
-    from learner.diagnosis.diagnose import main
-
-    return main(words)
-
-
-def page(words: list[str]) -> int:
-    """`python -m learner.page`."""
-    from learner.page.__main__ import main
-
-    return main(words)
-
-
-def keys(words: list[str]) -> int:
-    """`python -m configs.keys`."""
-    from configs.keys import main
-
-    return main(words, program="understudy keys")
 
 
 # `understudy init`: writes a small project of the user's own that trains as it is. The project learns something that can be
@@ -350,21 +314,26 @@ def _remedy(name: str, *, elsewhere: Path | None = None) -> str:
     )
 
 
+def _of(module: str, function: str = "main", **options: Any) -> Callable[[list[str]], int]:
+    """The command that a module has, which is imported when it is called."""
+    return lambda words: int(getattr(import_module(module), function)(words, **options))
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "init": init,
     "run": run,
     "serve": serve,
-    "feedback": feedback,
+    "feedback": _of("learner.live", "feedback"),
     "resume": resume,
     "check": check,
     "import": import_logs,
     "ledger": ledger,
     "eval": evaluate,
-    "compare": compare,
-    "why": why,
-    "page": page,
-    "keys": keys,
+    "compare": _of("learner.reporting.compare"),
+    "why": _of("learner.diagnosis.diagnose"),
+    "page": _of("learner.page.__main__"),
+    "keys": _of("configs.keys", program="understudy keys"),
 }
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ class PlacedHost:
                 raise EngineError(f"engine {name} cannot be on node {node.address}: {error}") from error
         devices = [node.devices[card] for card in place.cards] if node.devices else []
         cards = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        environment = {"PYTHONPATH": python_path(), **_settings_of_vllm(), **(cards if devices else {})}
+        logs = {name: level for name, level in os.environ.items() if name.startswith("VLLM_LOGGING_LEVEL")}
+        environment = {"PYTHONPATH": python_path(), **logs, **(cards if devices else {})}
         self._host = RayHost(
             self._settings,
             # Beside a rank the card is counted for that.
@@ -180,10 +181,6 @@ class RemoteEngines:
                 self._nodes.release(new)
                 rests_until = time.monotonic() + REST_S
                 say(f"engine {new} could not join: {error}")
-
-
-def _settings_of_vllm() -> dict[str, Any]:
-    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_LOGGING_LEVEL")}
 
 
 # The models of a run's roles that the policy does not play: engines of frozen ones, servers of others. A frozen model has an

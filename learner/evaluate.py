@@ -10,13 +10,12 @@ import argparse
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from buffers.errors import TaskError, UnderstudyError
+from buffers.errors import TaskError
 from configs.child_processes import own_temporary_folder
 from configs.schema import Config, SftConfig
 from learner.checkpoints.store import LAST
@@ -112,46 +111,26 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
     if arguments.export_best is not None and arguments.export_best.suffix != ".parquet":
         parser.error(f"--export-best must be a file .parquet, got {arguments.export_best}; name one")
 
+    from learner.run import refused_in_words
+
     with own_temporary_folder(), signals_end_at_once(lambda: STOPPED_TEXT):
-        return _main(arguments)
+        return refused_in_words(lambda: _main(arguments))
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    from configs.load import DEFAULT, ConfigError, load_config, shipped
+    from configs.load import DEFAULT, load_config, shipped
+    from learner.run import checked_config, prepare_engine
 
-    try:
-        config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
-        config = evaluated_config(config, checkpoint=arguments.checkpoint, samples=arguments.samples)
-    except (ConfigError, TaskError) as error:
-        print(error, file=sys.stderr)
-        return 2
-
-    from learner.run import check_inputs, local_config, prepare_engine
-    from learner.startup.input_check import check_policy, refusal
-
-    if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
-        print(f"error: {told}", file=sys.stderr)
-        return 2
-    try:
-        config = local_config(config)
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if told := refusal(lambda: check_policy(config)):
-        print(f"error: {told}", file=sys.stderr)
-        return 2
-    weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
-    try:
-        return _evaluate(
-            config,
-            weights=weights,
-            limit=arguments.limit,
-            best=arguments.export_best,
-            prepare=partial(prepare_engine, config),
-        )
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
+    config = evaluated_config(config, checkpoint=arguments.checkpoint, samples=arguments.samples)
+    config = checked_config(config, resume="", learns=False)
+    return _evaluate(
+        config,
+        weights="model.path" if arguments.checkpoint is None else str(arguments.checkpoint),
+        limit=arguments.limit,
+        best=arguments.export_best,
+        prepare=partial(prepare_engine, config),
+    )
 
 
 def _evaluate(

@@ -440,15 +440,6 @@ class LearnLoop:
             self._checkpoint = self._saved_at[position.step] = saved
         await self._rescore(position.step)
 
-    async def _until_written(self, write: Callable[[], Awaitable[None]], *, step: int) -> None:
-        await until_written(
-            write,
-            what=f"the checkpoint of step {step}",
-            folder=self._store.folder.parent,
-            say=self._out.display.note,
-            gives_up=lambda: self._stopped,
-        )
-
     async def _take_validation(self, figures: dict[str, float]) -> None:
         if "val/mean" in figures:
             self._out.display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
@@ -466,7 +457,13 @@ class LearnLoop:
             async def write() -> None:
                 self._saved_at[step] = await asyncio.to_thread(self._store.rescore, saved, score)
 
-            await self._until_written(write, step=step)
+            await until_written(
+                write,
+                what=f"the checkpoint of step {step}",
+                folder=self._store.folder.parent,
+                say=self._out.display.note,
+                gives_up=lambda: self._stopped,
+            )
 
     async def _report(self, batch: TrainBatch, metrics: dict[str, float], *, of_roles: Mapping[str, int]) -> None:
         figures = self._out.history.add(

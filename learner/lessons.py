@@ -13,6 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,47 +40,40 @@ Teach = Callable[[Path, Path], Awaitable[dict[str, float]]]
 """Has the learner's ranks learn this file by SFT, in this folder; its figures. Raises TaskError where nothing can be learned."""
 
 
+@dataclass(eq=False)
 class Lessons:
     """`folder`: the run's. `every`: new demonstrations that make a lesson. `weigh(score)`: the fields of a demonstration by what
     people think of its session."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        watched: Watched,
-        ledger: Ledger,
-        every: int,
-        weigh: Callable[[float | None], dict[str, float | None]],
-        teach: Teach,
-        say: Callable[[str], object],
-    ) -> None:
-        self._folder = folder
-        self._watched = watched
-        self._ledger = ledger
-        self._every = every
-        self._weigh = weigh
-        self._teach = teach
-        self._say = say
-        self._learned = _read(folder / "learned.json")
+    folder: Path
+    _: KW_ONLY
+    watched: Watched
+    ledger: Ledger
+    every: int
+    weigh: Callable[[float | None], dict[str, float | None]]
+    teach: Teach
+    say: Callable[[str], object]
+
+    def __post_init__(self) -> None:
+        self._learned = _read(self.folder / "learned.json")
         self._taken = self._learned
 
     async def due(self) -> None:
         """Wait until there is enough to learn."""
-        await self._watched.wait(self._learned + self._every)
+        await self.watched.wait(self._learned + self.every)
 
     async def take(self, step: int) -> dict[str, float] | None:
         """Learn, on ranks that nobody else uses meanwhile; its figures. None: nothing could be learned."""
-        self._taken = self._watched.number
-        scores = {each.episode_id: each.score for each in await _of(self._ledger.session_scores())}
-        place = self._folder / f"lesson-{step}"
+        self._taken = self.watched.number
+        scores = {each.episode_id: each.score for each in await _of(self.ledger.session_scores())}
+        place = self.folder / f"lesson-{step}"
         if not (place / "checkpoints").is_dir():  # else it is the one that a death of ranks has cut short
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
         await asyncio.to_thread(self._write, place / "demonstrations.jsonl", scores)
         try:
-            told = await self._teach(place / "demonstrations.jsonl", place)
+            told = await self.teach(place / "demonstrations.jsonl", place)
         except TaskError as error:
-            self._say(f"nothing is learned of what was watched: {error}")
+            self.say(f"nothing is learned of what was watched: {error}")
             await self.end()
             return None
         await asyncio.to_thread(shutil.rmtree, place / "checkpoints", ignore_errors=True)
@@ -88,12 +82,12 @@ class Lessons:
     async def end(self) -> None:
         """What came of the lesson is kept, or refused: the next one waits for more."""
         self._learned = self._taken
-        await asyncio.to_thread(_write, self._folder / "learned.json", self._learned)
+        await asyncio.to_thread(_write, self.folder / "learned.json", self._learned)
 
     def _write(self, path: Path, scores: dict[str, float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = deque(self._watched.rows(), maxlen=MOST)
-        weighed = [{**row, **self._weigh(scores.get(str(row["source"])))} for row in rows]
+        rows = deque(self.watched.rows(), maxlen=MOST)
+        weighed = [{**row, **self.weigh(scores.get(str(row["source"])))} for row in rows]
         with replacing(path) as scratch:
             scratch.write_text("".join(f"{json.dumps(row)}\n" for row in weighed if row["weight"]), encoding="utf-8")
 

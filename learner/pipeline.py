@@ -907,7 +907,7 @@ class Pipeline:
             say=self._display.note,
             disk=disk,
             pool=parts.buffers.pool.metrics,
-            is_starting=lambda: self._display.is_starting,
+            is_starting=lambda: bool(self._display.phase_name),
             why=why,
         )
 
@@ -955,6 +955,7 @@ def engine_settings(
 ) -> EngineSettings:
     """What an engine of the run is built from. `model`: the folder of its first weights; `beside_rank`: an engine shares a card
     with a rank; `most_running`: episodes; `evaluates`: nothing is published to it."""
+    has_adapters = not evaluates or (config.adapter_roles and saved_versions(Path(config.model.path)))
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -963,7 +964,7 @@ def engine_settings(
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
-        lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
+        lora_rank=config.learner.lora.rank if has_adapters else 0,
         kept_versions=2 * len(config.adapter_roles) + 4
         if config.serve.enabled
         else max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
@@ -972,11 +973,6 @@ def engine_settings(
         trust_remote_code=config.model.trust_remote_code,
         role_names=role_names(config),
     )
-
-
-def _adapters_of_roles(config: Config) -> dict[str, int]:
-    """Role -> version of the adapters beside the model that is evaluated."""
-    return saved_versions(Path(config.model.path)) if config.adapter_roles else {}
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -84,32 +85,31 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
         )
 
     with own_temporary_folder(), signals_end_at_once(lambda: "stopped; run the same command again"):
-        return _run(arguments, program=program)
+        return refused_in_words(lambda: _run(arguments, program=program))
+
+
+def refused_in_words(work: Callable[[], int]) -> int:
+    """The exit code of `work`; 2, with a line, where it refuses what it was given."""
+    from buffers.errors import UnderstudyError
+    from configs.load import ConfigError
+
+    try:
+        return work()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
-    from buffers.errors import UnderstudyError
-    from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.input_check import refusal
+    from configs.load import DEFAULT, load_config, shipped
 
-    try:
-        config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
     if arguments.dry_run:
-        return dry_run(config, gpus=arguments.gpus)
-    if told := refusal(lambda: check_inputs(config, resume=arguments.resume)):
-        print(f"error: {told}", file=sys.stderr)
-        return 2
-    try:
-        config = local_config(config)
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if told := refusal(lambda: check_models(config, resume=arguments.resume)):
-        print(f"error: {told}", file=sys.stderr)
-        return 2
+        dry_run(config, gpus=arguments.gpus)
+        return 0
+    config = checked_config(config, resume=arguments.resume)
     print("understudy: loading torch and vLLM, which takes 5 to 20 s ...", flush=True)
 
     from configs.fork_server import imports_kept
@@ -119,37 +119,35 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     with imports_kept():
         from learner.session import run_session
 
-    def begin(resume: str) -> int:
-        try:
-            return run_session(config, resume=resume, prepare=partial(prepare_engine, config), program=program)
-        except UnderstudyError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-
+    begin = partial(run_session, config, prepare=partial(prepare_engine, config), program=program)
     if not arguments.keep_running:
-        return begin(arguments.resume)
+        return begin(resume=arguments.resume)
 
     from learner.recovery.supervisor import keep_running
     from mocked_server.vllm.engine import import_engine
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
-    return keep_running(begin, resume=arguments.resume, lines=lines)
+    return keep_running(lambda resume: begin(resume=resume), resume=arguments.resume, lines=lines)
 
 
-def dry_run(config: Config, *, gpus: str) -> int:
-    """Print where everything goes and what memory it takes. Exit codes: 0 it fits, 2 not so."""
-    from buffers.errors import UnderstudyError
+def checked_config(config: Config, *, resume: str, learns: bool = True) -> Config:
+    """`local_config`, of a configuration that can be used. `learns` false: an evaluation. Raises UnderstudyError."""
+    from learner.startup.input_check import in_fork
+
+    in_fork(lambda: check_inputs(config, resume=resume, learns=learns))
+    local = local_config(config)
+    in_fork(lambda: check_models(local, resume=resume))
+    return local
+
+
+def dry_run(config: Config, *, gpus: str) -> None:
+    """Print where everything goes and what memory it takes. Raises UnderstudyError where it does not fit."""
     from learner.placement.plan import described, make_plan, of_this_machine, report
 
-    try:
-        nodes = described(gpus) if gpus else [of_this_machine()]
-        shape = shape_of(config.model)
-        print(report(make_plan(config, shape=shape, nodes=nodes), config=config, shape=shape))
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    nodes = described(gpus) if gpus else [of_this_machine()]
+    shape = shape_of(config.model)
+    print(report(make_plan(config, shape=shape, nodes=nodes), config=config, shape=shape))
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
@@ -239,7 +237,7 @@ def with_model_needs(config: Config) -> Config:
 
 
 def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
-    """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `refusal`: it imports
+    """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `in_fork`: it imports
     the module of a scorer. `learns` false: an evaluation, which has no learner."""
     from agents.external import check_named
     from agents.harbor.start_check import check_harbor
@@ -254,6 +252,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from mocked_server.http.request_fields import TABLES, check_parser
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
+    from mocked_server.next_turn import read_prompt
 
     folder = Path(config.run.dir) / config.run.name
     again, checkpoint = find_resume(folder, resume=resume, has_ledger=config.has_ledger)
@@ -291,11 +290,15 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         from mocked_server.vllm.engine_arguments import check_engine_args
 
         check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
-    check_engine_of_others(config, learns=learns)
+    if config.rollout.engine != "vllm":
+        from mocked_server.servers.choose import check_engine
+
+        check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
     check_other_models(config)
     check_scorers(config)
+    check_variables(config)
     if config.serve.judge.model:
-        check_next_turn(config)
+        read_prompt(config.serve.judge.prompt)
 
 
 def check_models(config: Config, *, resume: str) -> None:
@@ -327,17 +330,18 @@ def check_scorers(config: Config) -> None:
             rewards.resolve(scorer, batch=False)
 
 
-def check_next_turn(config: Config) -> None:
-    """Raises UnderstudyError for a judge of the next turn that cannot be asked."""
+def check_variables(config: Config) -> None:
+    """Raises UnderstudyError for a key that is to be in a variable which is not set."""
     from buffers.errors import UnderstudyError
-    from mocked_server.next_turn import read_prompt
 
-    judge = config.serve.judge
-    read_prompt(judge.prompt)
-    if judge.key_variable and judge.key_variable not in os.environ:
-        raise UnderstudyError(
-            f"serve.judge.key_variable must name a variable that is set, got {judge.key_variable}; set it where you start the run"
-        )
+    named = {f"roles.{name}": role.key_variable for name, role in config.roles.items()}
+    named["serve.upstream"] = config.serve.upstream.key_variable
+    named["serve.judge"] = config.serve.judge.key_variable if config.serve.judge.model else ""
+    for section, variable in named.items():
+        if variable and variable not in os.environ:
+            raise UnderstudyError(
+                f"{section}.key_variable must name a variable that is set, got {variable}; set it where you start the run"
+            )
 
 
 def check_other_models(config: Config) -> None:
@@ -355,17 +359,6 @@ def check_other_models(config: Config) -> None:
     named |= {
         f"roles.{name}.frozen": role.frozen for name, role in config.roles.items() if isinstance(role.frozen, str)
     }
-    for name, role in config.roles.items():
-        if role.key_variable and role.key_variable not in os.environ:
-            raise UnderstudyError(
-                f"roles.{name}.key_variable must name a variable that is set, got {role.key_variable}; set it where you "
-                f"start the run"
-            )
-    upstream = config.serve.upstream.key_variable
-    if upstream and upstream not in os.environ:
-        raise UnderstudyError(
-            f"serve.upstream.key_variable must name a variable that is set, got {upstream}; set it where you start the run"
-        )
     for key, path in named.items():
         if not path:
             continue
@@ -387,14 +380,6 @@ def check_other_models(config: Config) -> None:
         with TemporaryDirectory(prefix="understudy-tokenizer-") as scratch:
             policy = make_tiny_model(Path(scratch) / "tiny") if config.model.path == "tiny" else Path(config.model.path)
             check_folders(policy, folder, key=key, trust_remote_code=config.model.trust_remote_code)
-
-
-def check_engine_of_others(config: Config, *, learns: bool) -> None:
-    """Raises UnderstudyError where `rollout.engine` is not vLLM, and cannot be the run's engine."""
-    if config.rollout.engine != "vllm":
-        from mocked_server.servers.choose import check_engine
-
-        check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
 
 
 def prepare_engine(config: Config) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from buffers.errors import TaskError
 from buffers.records import Position, Row
 from buffers.tasks.parquet import Trace, read_demonstrations
 from configs.schema import Config, SftConfig
-from learner.checkpoints.saving import Saver, save_checkpoint
+from learner.checkpoints.saving import save_checkpoint
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.recovery.restarts import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.tracker import Tracker
+from learner.training.ranks import LearnerRanks
 from learner.training.sft import SftRow
 
 RUN_ID = "sft"
@@ -125,50 +126,30 @@ def rows_of_update(trained: Sequence[Conversation], *, step: int, batch_size: in
     return [row for at in order[place * batch_size : (place + 1) * batch_size] for row in trained[at]]
 
 
-class Ranks(Saver, Protocol):
-    """All ranks (`learner.training.ranks.LearnerRanks`)."""
-
-    async def begin_sft(self) -> None: ...
-    async def sft_step(self, rows: Sequence[SftRow], *, lr: float) -> dict[str, float]: ...
-    async def sft_loss(self, rows: Sequence[SftRow]) -> tuple[float, float]: ...
-    async def end_sft(self) -> None: ...
-    async def load(self, folder: Path) -> None: ...
-
-
 Play = Callable[[int], Awaitable[dict[str, float]]]
 """Plays the run's validation tasks with the present weights, which are those of this step; the figures."""
 
 
+@dataclass(eq=False)
 class SftLoop:
     """`read_rows` gives the demonstrations. `play`: None: nothing is played. `on_begun` is given the number of updates,
     `on_step` is called behind each."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        ranks: Ranks,
-        read_rows: Callable[[], Awaitable[Demonstrations]],
-        store: CheckpointStore,
-        tracker: Tracker,
-        display: Display,
-        restart_limit: RestartLimit,
-        play: Play | None = None,
-        on_begun: Callable[[int], None] = lambda _: None,
-        on_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._config = config
-        self._ranks = ranks
-        self._read_rows = read_rows
-        self._store = store
-        self._tracker = tracker
-        self._display = display
-        self._restart_limit = restart_limit
-        self._play = play
-        self._on_begun = on_begun
-        self._on_step = on_step
+    config: Config
+    _: KW_ONLY
+    ranks: LearnerRanks
+    read_rows: Callable[[], Awaitable[Demonstrations]]
+    store: CheckpointStore
+    tracker: Tracker
+    display: Display
+    restart_limit: RestartLimit
+    play: Play | None = None
+    on_begun: Callable[[int], None] = lambda _: None
+    on_step: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._data: Demonstrations | None = None
-        self._lines: list[dict[str, float]] = [dict(line) for line in tracker.earlier]
+        self._lines: list[dict[str, float]] = [dict(line) for line in self.tracker.earlier]
         """Figures of the steps so far, as they were logged."""
         self._done = max((int(line["step"]) for line in self._lines if "sft/loss" in line), default=0)
         """Steps that were made and logged at least once."""
@@ -186,24 +167,24 @@ class SftLoop:
     async def run(self) -> None:
         """Makes the updates that are left after the newest checkpoint. Raises RankDied, after which it may be called again."""
         if self._data is None:
-            self._data = data = await self._read_rows()
-            self.num_steps = num_updates(self._config.sft, number=len(data.trained))
-            self._display.note(
+            self._data = data = await self.read_rows()
+            self.num_steps = num_updates(self.config.sft, number=len(data.trained))
+            self.display.note(
                 f"SFT: {len(data.trained)} conversations, {len(data.held_out)} held out, {self.num_steps} updates on "
-                f"{self._config.sft.batch_size} each"
+                f"{self.config.sft.batch_size} each"
             )
-            self._on_begun(self.num_steps)
-        await self._ranks.begin_sft()
-        if (newest := self._store.newest()) is not None:
-            await self._ranks.load(newest.learner)
+            self.on_begun(self.num_steps)
+        await self.ranks.begin_sft()
+        if (newest := self.store.newest()) is not None:
+            await self.ranks.load(newest.learner)
         self.step = 0 if newest is None else newest.position.step
         await self._first_validation()
         while not self._is_over():
             await self._update()
         await self._save()
         if self._is_worse and (best := self._best_checkpoint()) is not None:
-            await self._ranks.load(best.learner)
-        await self._ranks.end_sft()
+            await self.ranks.load(best.learner)
+        await self.ranks.end_sft()
 
     def summary(self) -> dict[str, Any]:
         """The stage in figures; losses in nats a token. First and last loss are those of the first and the last five updates."""
@@ -227,12 +208,12 @@ class SftLoop:
         }
 
     async def _update(self) -> None:
-        config, step, began = self._config, self.step + 1, time.monotonic()
+        config, step, began = self.config, self.step + 1, time.monotonic()
         self.activity = "updating"
         warmth = min(1.0, step / (config.learner.lr_warmup_steps + 1))
         assert self._data is not None, "run() reads them"
         rows = rows_of_update(self._data.trained, step=step, batch_size=config.sft.batch_size, seed=config.run.seed)
-        figures = await self._ranks.sft_step(rows, lr=config.sft.lr * warmth)
+        figures = await self.ranks.sft_step(rows, lr=config.sft.lr * warmth)
         self.step = step
         epoch = step * config.sft.batch_size / len(self._data.trained)
         figures |= {"sft/epoch": epoch, "time/update_s": time.monotonic() - began}
@@ -242,20 +223,20 @@ class SftLoop:
         figures |= {"time/step_s": took, "throughput/tokens_per_s": figures["learner/tokens"] / max(took, 1e-9)}
         if step > self._done:
             self._done = step
-            self._restart_limit.reset()
+            self.restart_limit.reset()
             await self._log(figures)
-            self._display.learned(
+            self.display.learned(
                 step, of=self.num_steps, loss=figures["sft/loss"], tokens_per_s=figures["throughput/tokens_per_s"], step_s=took
             )  # fmt: skip
         every = config.run.checkpoints.every
         if not self._is_over() and ((every and step % every == 0) or (config.sft.patience and self._is_lowest)):
             await self._save()
-        self._on_step()
+        self.on_step()
 
     async def _log(self, figures: dict[str, float]) -> None:
-        figures = figures | self._restart_limit.figures()
+        figures = figures | self.restart_limit.figures()
         self._lines.append({**figures, "step": self.step})
-        await asyncio.to_thread(self._tracker.log, self.step, figures)
+        await asyncio.to_thread(self.tracker.log, self.step, figures)
 
     async def _first_validation(self) -> None:
         """Validates the weights before the first update."""
@@ -272,13 +253,13 @@ class SftLoop:
             sums = np.zeros(2)
             for at in range(0, len(held_out), HELD_OUT_AT_ONCE):
                 rows = [row for each in held_out[at : at + HELD_OUT_AT_ONCE] for row in each]
-                sums += await self._ranks.sft_loss(rows)
+                sums += await self.ranks.sft_loss(rows)
             figures["sft/val_loss"] = float(sums[0] / sums[1])
-            self._display.held_out(self.step, loss=figures["sft/val_loss"])
-        if self._play is not None and not self._stopped:
-            played = await self._play(self.step)
+            self.display.held_out(self.step, loss=figures["sft/val_loss"])
+        if self.play is not None and not self._stopped:
+            played = await self.play(self.step)
             if "val/mean" in played:
-                self._display.validated(self.step, mean=played["val/mean"], best=played["val/best"])
+                self.display.validated(self.step, mean=played["val/mean"], best=played["val/best"])
             figures |= played
         return figures
 
@@ -298,7 +279,7 @@ class SftLoop:
     @property
     def _is_worse(self) -> bool:
         """It ended early."""
-        patience, seen = self._config.sft.patience, self._held_out()
+        patience, seen = self.config.sft.patience, self._held_out()
         if patience is None or not seen:
             return False
         lowest = min(range(len(seen)), key=lambda at: seen[at][1])
@@ -311,7 +292,7 @@ class SftLoop:
         """The figure by which the best checkpoint is kept: what these weights scored, or minus their loss on what is held out;
         None: they were not validated."""
         now: Mapping[str, float] = next((line for line in reversed(self._lines) if line["step"] == self.step), {})
-        if self._play is not None and self._config.sft.patience is None:
+        if self.play is not None and self.config.sft.patience is None:
             return now.get("val/mean")
         if self._data is not None and self._data.held_out:
             return -now["sft/val_loss"] if "sft/val_loss" in now else None
@@ -319,11 +300,11 @@ class SftLoop:
 
     def _best_checkpoint(self) -> Checkpoint | None:
         lowest = min(self._held_out(), key=lambda each: each[1])[0]
-        return next((each for each in self._store.all() if each.position.step == lowest), None)
+        return next((each for each in self.store.all() if each.position.step == lowest), None)
 
     async def _save(self) -> None:
         self.activity = "saving"
         await save_checkpoint(
-            self._ranks, store=self._store, position=Position(run_id=RUN_ID, lineage=0, step=self.step), score=self._score,
-            say=self._display.note, gives_up=lambda: self._stopped,
+            self.ranks, store=self.store, position=Position(run_id=RUN_ID, lineage=0, step=self.step), score=self._score,
+            say=self.display.note, gives_up=lambda: self._stopped,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from math import comb
 from statistics import fmean
 from typing import Any
@@ -93,35 +93,30 @@ class EvaluationPlan:
     """Number of tasks, the first of the file. None: all."""
 
 
+@dataclass(eq=False)
 class Evaluation:
     """The main loop of an evaluation, as `LearnLoop` is that of a run. `read_tasks` reads the task file."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        pool: TaskPool,
-        read_tasks: Callable[[], Sequence[Task]],
-        samples: int,
-        display: Display,
-    ) -> None:
-        self._ledger = ledger
-        self._pool = pool
-        self._read_tasks = read_tasks
-        self._samples = samples
-        self._display = display
+    ledger: Ledger
+    _: KW_ONLY
+    pool: TaskPool
+    read_tasks: Callable[[], Sequence[Task]]
+    samples: int
+    display: Display
+
+    def __post_init__(self) -> None:
         self.num_tasks = 0
         self.found: list[Validated] = []
         """The tasks with a score, once `run` has returned."""
 
     async def run(self) -> None:
         """Play every task; returns when all episodes have ended."""
-        tasks = await asyncio.to_thread(self._read_tasks)
+        tasks = await asyncio.to_thread(self.read_tasks)
         self.num_tasks = len(tasks)
-        self._pool.unpause()
+        self.pool.unpause()
         reporting = asyncio.create_task(self._report(), name="report")
         try:
-            self.found = await play(self._ledger, tasks, samples=self._samples, fewest=1)
+            self.found = await play(self.ledger, tasks, samples=self.samples, fewest=1)
         finally:
             reporting.cancel()
 
@@ -134,11 +129,11 @@ class Evaluation:
         while True:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_REPORT_S)
-            counts = self._ledger.counts()
-            self._display.played(
+            counts = self.ledger.counts()
+            self.display.played(
                 scored=counts["episodes/scored"],
-                of=self.num_tasks * self._samples,
-                running=int(self._pool.metrics()["pool/running"]),
+                of=self.num_tasks * self.samples,
+                running=int(self.pool.metrics()["pool/running"]),
                 failed=sum(number for name, number in counts.items() if name.startswith("failed/")),
             )
 
@@ -211,7 +206,7 @@ def evaluation_figures(
             for k in best_ks(samples)
         },
         "by_source": {source: with_interval(means) for source, means in means_by_source(found).items()},
-        "binary": is_binary(found),
+        "binary": all(score in (0.0, 1.0) for each in found for score in each.scores),
     }
 
 
@@ -242,11 +237,6 @@ def best_of_k(scores: Sequence[float], k: int) -> float:
     """
     ordered = sorted(scores)
     return sum(score * comb(rank, k - 1) for rank, score in enumerate(ordered)) / comb(len(ordered), k)
-
-
-def is_binary(found: Sequence[Validated]) -> bool:
-    """Whether each score is 0 or 1."""
-    return all(score in (0.0, 1.0) for one in found for score in one.scores)
 
 
 def table(figures: Mapping[str, Any]) -> Table:

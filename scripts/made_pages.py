@@ -36,8 +36,8 @@ ratios, not seconds. `make docs` writes this page from `benchmarks/results/`.
 LEARNING = """
 ## Which algorithms learn the demo
 
-Each recipe of `configs/recipes.py` on the demo's game, with the demo's learning rate and batch, from the same weights, trained on
-data that is exactly so many updates old: updates until the mean reward of 5 batches was 0.9 or more (a figure for each seed), and
+Each recipe (`configs/algorithms/recipes.toml`) on the demo's game, with its learning rate and batch, from the same weights, on data
+that is exactly so many updates old: updates until the mean reward of 5 batches was 0.9 or more (a figure for each seed), and
 the mean reward of the last 5 of {steps} (mean of the seeds, and the worst). Nothing was tuned for any of them: a low row
 says that this game, this rate and so few updates do not suit it. Seeds: {seeds}; {date}, by an earlier program that played without
 an engine. `python -m benchmarks.learning` makes such a table of whole runs, where the lag is the most that there may be.

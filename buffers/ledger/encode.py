@@ -56,7 +56,7 @@ def task_payload(task: Task) -> str:
 def stored_round(round_: Round) -> StoredRound:
     """The round as the table has it. Raises EpisodeError for numbers that could not be trained."""
     return stored_body(
-        body_of(round_),
+        round_,
         episode_id=round_.episode_id,
         round_index=round_.round_index,
         parent=round_.parent,
@@ -68,7 +68,7 @@ def stored_round(round_: Round) -> StoredRound:
 
 
 def stored_body(
-    arrays: RoundBody,
+    arrays: Round | RoundBody,
     *,
     episode_id: str,
     round_index: int,
@@ -100,17 +100,6 @@ def stored_body(
     # By place: a put of many rounds spends a fiftieth of its time on names.
     return StoredRound(
         episode_id, round_index, parent, num_sampled, max_version, finish_reason, stored, memo or None, trained, role
-    )
-
-
-def body_of(round_: Round) -> RoundBody:
-    """The arrays of a round."""
-    return RoundBody(
-        tail_ids=round_.tail_ids,
-        sampled_ids=round_.sampled_ids,
-        logprobs=round_.logprobs,
-        versions=round_.versions,
-        experts=round_.experts,
     )
 
 
@@ -154,8 +143,8 @@ class RoundBody:
     experts: UInt16 | None = None
 
 
-def encode(body: RoundBody) -> bytes:
-    """The stored form of `body`."""
+def encode(body: Round | RoundBody) -> bytes:
+    """The stored form of a round's arrays."""
     runs = _runs(np.ascontiguousarray(body.versions, dtype="<i4"))
     parts = (
         np.ascontiguousarray(body.tail_ids, dtype="<i4").data,

@@ -11,7 +11,9 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
 from buffers.ledger.group_commit import operation
@@ -40,20 +42,27 @@ class EpisodeRow:
     num_rounds: int
 
 
+MAX_REASON = 100
+"""Characters of why a round ended."""
+MAX_NUMBER = 2**31 - 1
+Number = Annotated[int, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+
+
 class StoredRound(NamedTuple):
-    """A round on its way into the table: its columns, but `max_version` is the episode's."""
+    """A round on its way into the table, also from another process: its columns, but `max_version` is the episode's."""
 
     episode_id: str
-    round_index: int
-    parent: int | None
+    round_index: Number
+    parent: Number | None
     num_sampled: int
     max_version: int | None
-    finish_reason: str
+    finish_reason: Name
     body: bytes
     memo: bytes | None
     trained: bytes | None = None
     """A byte for each sampled token, 0: not to be trained. None: all are."""
-    role: str = ""
+    role: Name = ""
 
     @property
     def num_trained(self) -> int:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from buffers.errors import StorageFull, UnderstudyError
 
@@ -81,12 +81,6 @@ _REFUSALS = (
 )
 
 
-class Publish(Protocol):
-    def __call__(self, event: Any, *, recovered: bool) -> None:
-        """`recovered`: storing works again, after a full disk."""
-        ...
-
-
 _MAX_WAITING = 4096
 _MAX_OPERATIONS = 1024
 _MAX_KEPT = 4096
@@ -101,7 +95,8 @@ class _Job:
 
 
 class GroupCommit:
-    """`read_event` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
+    """`read_event` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk, and
+    whether storing works again after a full disk (`recovered`).
     `probe` opens each transaction while the disk is full: it stores enough to prove that the disk has room again."""
 
     def __init__(
@@ -111,7 +106,7 @@ class GroupCommit:
         name: str,
         read_event: Callable[[sqlite3.Connection], Any],
         keep_event: Callable[[Any], None],
-        publish: Publish,
+        publish: Callable[..., None],
         probe: Operation[Any],
     ) -> None:
         self._db = db
@@ -233,7 +228,9 @@ class GroupCommit:
     def _commit(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
         try:
-            self._set_durable(not all(job.rules.transient for job in jobs))
+            if (durable := not all(job.rules.transient for job in jobs)) != self._durable:
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._durable = durable
             self._db.execute("BEGIN IMMEDIATE")
             if self.waits_for:
                 self._probe(self._db)
@@ -254,11 +251,6 @@ class GroupCommit:
             else:
                 job.future.set_result(outcome)
         self._publish(event, recovered=waited)
-
-    def _set_durable(self, durable: bool) -> None:
-        if durable != self._durable:
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._durable = durable
 
     def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
         self.waits_for = why_not_stored(error, name=self._name)

@@ -92,15 +92,12 @@ def start_actor(
     host: str,
     secret: bytes,
     environment: Mapping[str, str],
-    trusted: bool = False,
-    drop_zero_variance: bool = False,
-    resume_episodes: bool = False,
-    is_new: bool = False,
+    **settings: bool,
 ) -> ActorHandle:
     """Start the actor of the ledger at `path` on this node; one that an earlier process left behind is ended first.
 
-    `host`: where its server listens; `trusted`: nobody else is on that network. `environment`: of its process. `is_new`: there
-    must be no file yet. Raises UnderstudyError when the ledger is in use, or cannot be opened.
+    `environment`: of its process. `host`, `settings`: see `LedgerHost`. Raises UnderstudyError when the ledger is in use, or cannot
+    be opened.
     """
     _end_earlier(path, node_id=node_id)
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -108,8 +105,7 @@ def start_actor(
         name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
         scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
     ).remote(
-        path, secret=secret, host=host, trusted=trusted, drop_zero_variance=drop_zero_variance,
-        resume_episodes=resume_episodes, is_new=is_new,
+        path, secret=secret, host=host, **settings
     )  # fmt: skip
     handle = ActorHandle(actor)
     try:

@@ -25,7 +25,7 @@ from buffers.ledger.group_commit import rules_of
 from buffers.ledger.idempotency import forget, idempotent
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.remote import messages
-from buffers.remote.messages import EventPage, LedgerState, WireRound
+from buffers.remote.messages import EventPage, LedgerState
 from buffers.wire.address import Way
 from buffers.wire.rpc import NOTHING, Later, RemoteError, remote
 from buffers.wire.service import Service
@@ -82,7 +82,7 @@ class LedgerServer(Service):
             )
 
     @remote
-    def put_rounds(self, rounds: list[WireRound]) -> Later[list[RemoteError | None]]:
+    def put_rounds(self, rounds: list[StoredRound]) -> Later[list[RemoteError | None]]:
         """Store them: why each was refused, None for those that are on disk."""
         kept: list[StoredRound] = []
         refused: dict[int, RemoteError] = {}
@@ -172,9 +172,10 @@ class LedgerServer(Service):
         return EventPage(events=kept[len(kept) - (end - number) :], cursor=(self._life, end), lost=False)
 
 
-def _checked(each: WireRound) -> StoredRound:
-    """Raises EpisodeError for what cannot be trained, ValueError for what is no round."""
+def _checked(each: StoredRound) -> StoredRound:
+    """What it says of its arrays is read from them again. Raises EpisodeError for what cannot be trained, ValueError for what is no
+    round."""
     return stored_body(
         decode(each.body), episode_id=each.episode_id, round_index=each.round_index, parent=each.parent,
-        finish_reason=each.finish_reason, memo=each.memo, trained=each.trained, role=each.role, body=each.body,
+        finish_reason=each.finish_reason, memo=each.memo or b"", trained=each.trained, role=each.role, body=each.body,
     )  # fmt: skip

@@ -11,21 +11,18 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from buffers.errors import UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import task_payload
-from buffers.ledger.episodes import StoredRound
 from buffers.ledger.group_commit import Rules
 from buffers.ledger.ledger import LedgerEvent
 from buffers.records import Episode, Task
 from buffers.wire.rpc import arguments_of, decoder_of, pack
 
-MAX_REASON = 100
-"""Characters of why a round ended."""
 OPERATIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -39,8 +36,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     )
 }  # fmt: skip
 """All that may be asked of a ledger, beside storing rounds: what is not here does not exist for another process."""
-MAX_NUMBER = 2**31 - 1
-_Number = Annotated[int, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +68,6 @@ class EventPage:
     cursor: tuple[str, int]
     """Position in the events: (id of the process's start, number of events so far)."""
     lost: bool
-
-
-class WireRound(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A round on its way: its encoded arrays, and what the table has beside them."""
-
-    episode_id: str
-    round_index: _Number
-    parent: _Number | None
-    finish_reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
-    body: bytes
-    memo: bytes
-    trained: bytes | None
-    role: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
-
-    @classmethod
-    def of(cls, stored: StoredRound) -> WireRound:
-        return cls(
-            stored.episode_id, stored.round_index, stored.parent, stored.finish_reason, stored.body, stored.memo or b"",
-            stored.trained, stored.role,
-        )  # fmt: skip
 
 
 class WireEpisode(msgspec.Struct, array_like=True, frozen=True):

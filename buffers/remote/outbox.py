@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger.episodes import StoredRound
-from buffers.remote.messages import MAX_NUMBER, MAX_REASON, Job
+from buffers.ledger.episodes import MAX_NUMBER, MAX_REASON, StoredRound
+from buffers.remote.messages import Job
 from buffers.wire.listener import MAX_MESSAGE_BYTES
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -36,10 +36,13 @@ from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
 from buffers.remote.host import LedgerAddress, LedgerGone
 from buffers.remote.ledger_server import LedgerServer
-from buffers.remote.messages import EventPage, LedgerState, WireRound, job_of, unpack_answer
+from buffers.remote.messages import EventPage, LedgerState, job_of, unpack_answer
 from buffers.remote.outbox import Outgoing, batches, check_job, check_round, frames, parcels
 from buffers.wire.address import OtherVersion, WireError
 from buffers.wire.client import Client
+
+if TYPE_CHECKING:
+    from buffers.remote.ledger_actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +58,11 @@ ANSWER_S = 30.0
 _RETRY_S = 0.2
 
 
-class Handle(Protocol):
-    """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
-
-    def where(self) -> LedgerAddress: ...
-    def end(self) -> None: ...
-
-
 class RemoteLedger(Ledger):
     """See the module. `path`: where the file is, on the disk's node. `owns`: `close` ends the actor too."""
 
     def __init__(
-        self, actor: Handle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
+        self, actor: ActorHandle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
     ) -> None:
         self._actor = actor
         self._secret = secret
@@ -323,10 +319,6 @@ class RemoteLedger(Ledger):
     # The listener's thread
 
     def _listen(self) -> None:
-        with suppress(SystemExit):  # by which Ray ends a thread that asks it while it is shut down
-            self._listen_until_gone()
-
-    def _listen_until_gone(self) -> None:
         try:
             while not self._stopped.is_set():
                 try:
@@ -340,6 +332,8 @@ class RemoteLedger(Ledger):
                     if self._stopped.wait(_RETRY_S):
                         return
                     self._where = self._actor.where()
+        except SystemExit:  # by which Ray ends a thread that asks it while it is shut down
+            pass
         except UnderstudyError as error:  # closed, or gone: the sender tells
             logger.info("no more events of the ledger: %s", error)
         finally:
@@ -377,6 +371,6 @@ class RemoteLedger(Ledger):
 def put_stored(client: Client, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
     """Store rounds in the ledger elsewhere: why each was refused, None for those that are on disk. Raises WireError, and what the
     ledger says when it takes none of them."""
-    refusals = client.call(LedgerServer.put_rounds, rounds=[WireRound.of(stored) for stored in rounds])
+    refusals = client.call(LedgerServer.put_rounds, rounds=rounds)
     errors = [refusal and refusal.error() for refusal in refusals]
     return [error if error is None or isinstance(error, EpisodeError) else EpisodeError(error) for error in errors]

@@ -44,7 +44,7 @@ from buffers.log_forms import (
     spans_of,
 )
 from buffers.tasks.datasets import SPLITS, STATE, dataset_rows, saved_files
-from buffers.tasks.parquet import BadCell, trace_row
+from buffers.tasks.parquet import BadCell, trace_row, without_nulls
 
 MAX_LINE_BYTES = 1 << 26
 """The longest line, and the largest document, in bytes."""
@@ -144,7 +144,7 @@ class LogReader:
             yield from self._of_database(file)
         elif kind in (PARQUET, ARROW):
             for number, row in enumerate(dataset_rows(file, columns=COLUMNS)):
-                yield from self._of_record(_without_nulls(row), place=f"{file}, row {number}", is_first=not number)
+                yield from self._of_record(without_nulls(row), place=f"{file}, row {number}", is_first=not number)
         elif kind == ZIP:
             yield from self._of_others(file)
         else:
@@ -408,14 +408,3 @@ def _parsed(text: bytes) -> Any:
     except (ValueError, RecursionError):
         return "broken JSON"
     return found if isinstance(found, dict | list) else "JSON that is no object"
-
-
-def _without_nulls(value: Any) -> Any:
-    """Struct columns give every row the fields of all rows."""
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
-    return (
-        {key: _without_nulls(each) for key, each in value.items() if each is not None}
-        if isinstance(value, dict)
-        else value
-    )

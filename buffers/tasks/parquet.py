@@ -263,7 +263,7 @@ def read_demonstrations(path: Path) -> Iterator[Trace]:
         return _read_lines(path)
     file = _open(path, required="messages")
     columns = [name for name in ("messages", "tools", "score", "weight") if name in file.schema_arrow.names]
-    return _read(file, columns=columns, parse=lambda _, cell: _trace(_without_nulls(cell)), path=path)
+    return _read(file, columns=columns, parse=lambda _, cell: _trace(without_nulls(cell)), path=path)
 
 
 def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> None:
@@ -438,11 +438,11 @@ def _read_lines(path: Path) -> Iterator[Trace]:
         raise TaskError(f"{path} must hold at least one row, got none; write it again")
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A struct column fills the fields that an object lacks with null, at each depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _trace(row: dict[str, Any]) -> Trace:

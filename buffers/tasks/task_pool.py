@@ -126,7 +126,7 @@ class TaskPool:
 
     async def run(self) -> None:
         """Serve until `close`, or until `seal` and nothing is left to do. Takes, waits, gives: see the module."""
-        unwatch = self._ledger.watch(self._on_news)
+        unwatch = self._ledger.watch(partial(self._post, self._apply_news))  # called in the thread that commits
         try:
             while not self._closed:
                 self._woken.clear()  # before looking: what changes during the look is seen by the next one
@@ -397,10 +397,6 @@ class TaskPool:
     def _on_deadline(self, episode_id: str) -> None:
         self._overdue.append(episode_id)
         self._wake()
-
-    def _on_news(self, news: LedgerEvent) -> None:
-        """Called in the ledger's thread, after each commit that moved an episode or a group."""
-        self._post(self._apply_news, news)
 
     def _apply_news(self, news: LedgerEvent) -> None:
         for episode in news.closed:

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from buffers.disk import until_written
 from buffers.errors import WeightsError
@@ -39,13 +39,16 @@ from configs.child_processes import goes_with_this_process, python_path
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, Checkpoint, saved_versions
 from learner.checkpoints.weight_shards import Published
 
+if TYPE_CHECKING:
+    from learner.checkpoints.weight_nodes import WeightNode
+
 logger = logging.getLogger(__name__)
 
 
 class Learner(Protocol):
-    """Writes its weights into a folder, one shard of each rank: `learner.training.ranks.LearnerRanks`."""
+    """Writes its weights, or a role's adapter, into a folder, one shard of each rank: `learner.training.ranks.LearnerRanks`."""
 
-    async def publish(self, folder: Path, *, base: str | None) -> Sequence[Published]: ...
+    async def publish(self, folder: Path, *, base: str | None, role: str = "") -> Sequence[Published]: ...
 
 
 class Engine(Protocol):
@@ -59,18 +62,6 @@ class Engine(Protocol):
     async def wake_up(self) -> None: ...
 
 
-class Node(Protocol):
-    """The weights on another node: `learner.checkpoints.weight_nodes.WeightNode`."""
-
-    address: str
-
-    async def start(self) -> object: ...
-    async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None: ...
-    async def copy(self, name: str, *, home: str) -> None: ...
-    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None: ...
-    async def close(self) -> None: ...
-
-
 class KeepsVersions(Protocol):
     """Copies each version that engines were given: `EarlierVersions`, `learner.live_versions.Versions`."""
 
@@ -80,7 +71,8 @@ class KeepsVersions(Protocol):
 class WeightSync:
     """One per run. `run`: the run's folder. `adapter`: only an adapter (LoRA) is trained and travels. `host`: the address at which
     other nodes reach this one, `secret`: of the wire between them. `rank_nodes`: the node of each rank, by Ray's name; empty for
-    one on this node. `make_node(node_id, sync)`: the weights on another node. `folder`: a new one in the place of the run's own."""
+    one on this node. `make_node(node_id, sync)`: the weights on another node. `folder`: a new one in the place of the run's own.
+    `role`: whose adapter travels, where each has its own."""
 
     def __init__(
         self,
@@ -90,13 +82,15 @@ class WeightSync:
         host: str = "127.0.0.1",
         secret: bytes = b"",
         rank_nodes: Callable[[], Sequence[str]] = tuple,
-        make_node: Callable[[str, WeightSync], Node] | None = None,
+        make_node: Callable[[str, WeightSync], WeightNode] | None = None,
         folder: Path | None = None,
+        role: str = "",
     ) -> None:
         self.folder = folder or _fast_folder(run)
         self.file = ADAPTER_WEIGHTS if adapter else WEIGHTS
         self.secret = secret
         self._adapter = adapter
+        self._role = role
         self._host = host
         self._rank_nodes = rank_nodes
         self._make_node = make_node
@@ -108,7 +102,7 @@ class WeightSync:
         self._server: VersionServer | None = None
         self._dense_server: VersionServer | None = None
         """Serves what is pulled here, to nodes that join late."""
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, WeightNode] = {}
         self._joining = asyncio.Lock()
         self.earlier: KeepsVersions | None = None
         """Keeps versions, for the roles that play earlier ones or for users."""
@@ -166,7 +160,12 @@ class WeightSync:
                 raise
             logger.warning("version %d is published again, densely: %s", version, error)
             folder, figures = await self._bring(learner, version=version, base=None)
-        figures["publish/paused_s"] = await engine.load_weights(folder, version=version)
+        began = time.monotonic()
+        if isinstance(engine, RoleEngine) and self._role:
+            figures["publish/paused_s"] = await engine.load_adapter(folder, role=self._role, version=version)
+            figures["swap_s"] = time.monotonic() - began
+        else:
+            figures["publish/paused_s"] = await engine.load_weights(folder, version=version)
         if self.earlier is not None:
             await self.earlier.published(folder, version=version)
         await self._puller.keep([folder.name])
@@ -180,7 +179,7 @@ class WeightSync:
     async def _bring(self, learner: Learner, *, version: int, base: str | None) -> tuple[Path, dict[str, float]]:
         """The dense folder of a new version."""
         scratch = self._store.begin(version)
-        written = await learner.publish(scratch, base=base)
+        written = await learner.publish(scratch, base=base, **({"role": self._role} if self._role else {}))
         first = written[0]
         extra = {} if first.description is None else {"adapter_config.json": first.description}
         manifest = self._store.commit(
@@ -207,10 +206,10 @@ class WeightSync:
         nodes = {f"rank-{rank}.bin": self._nodes.get(node_id) for rank, node_id in enumerate(self._rank_nodes())}
         return {file: node.address for file, node in nodes.items() if node is not None}
 
-    async def _on_others(self, ask: Callable[[Node], Awaitable[None]]) -> None:
+    async def _on_others(self, ask: Callable[[WeightNode], Awaitable[None]]) -> None:
         """A node that does not do it is left out; it joins again with the next engine that starts there."""
 
-        async def on(node_id: str, node: Node) -> None:
+        async def on(node_id: str, node: WeightNode) -> None:
             try:
                 await ask(node)
             except WeightsError as error:
@@ -327,15 +326,14 @@ class EarlierVersions:
 
 
 @runtime_checkable
-class RoleLearner(Protocol):
+class RoleLearner(Learner, Protocol):
     """Has an adapter for each role: `learner.training.ranks.LearnerRanks`."""
 
-    async def publish(self, folder: Path, *, base: str | None, role: str = "") -> Sequence[Published]: ...
     async def versions(self) -> Mapping[str, int]: ...
 
 
 @runtime_checkable
-class RoleEngine(Protocol):
+class RoleEngine(Engine, Protocol):
     """Serves an adapter for each role: `mocked_server.fleet.engine_fleet.EngineFleet`."""
 
     async def load_adapter(self, folder: Path, *, role: str, version: int) -> float: ...
@@ -348,7 +346,9 @@ class RoleWeights(WeightSync):
     def __init__(self, run: Path, *, roles: Sequence[str], saved: Path | None = None) -> None:
         super().__init__(run, adapter=True)
         self._model = saved
-        self._of_roles = {role: WeightSync(run, adapter=True, folder=self.folder / "roles" / role) for role in roles}
+        self._of_roles = {
+            role: WeightSync(run, adapter=True, folder=self.folder / "roles" / role, role=role) for role in roles
+        }
         self._there: dict[str, int] = {}
         """Role -> the version that the engines have."""
 
@@ -360,13 +360,13 @@ class RoleWeights(WeightSync):
         for role, newest in (await learner.versions()).items():
             if self._there.get(role) == newest:
                 continue
-            began, own = time.monotonic(), _OneEngine(engine, role=role)
-            found = await self._of_roles[role].publish(_OneLearner(learner, role=role), own, version=newest)
+            began = time.monotonic()
+            found = await self._of_roles[role].publish(learner, engine, version=newest)
             self._there[role] = newest
             figures["publish/bytes"] += found["publish/bytes"]
             figures["publish/paused_s"] = max(figures["publish/paused_s"], found["publish/paused_s"])
             figures[f"adapter/{role}/publish_s"] = time.monotonic() - began
-            figures[f"adapter/{role}/swap_s"] = own.took_s
+            figures[f"adapter/{role}/swap_s"] = found["swap_s"]
         return figures
 
     def renew(self) -> None:
@@ -389,32 +389,3 @@ class RoleWeights(WeightSync):
         """Ends what serves the roles, and removes the folder."""
         await asyncio.gather(*(sync.close() for sync in self._of_roles.values()))
         await super().close()
-
-
-class _OneLearner:
-    """A learner, seen by what publishes one role."""
-
-    def __init__(self, learner: RoleLearner, *, role: str) -> None:
-        self._learner = learner
-        self._role = role
-
-    async def publish(self, folder: Path, *, base: str | None) -> Sequence[Published]:
-        return await self._learner.publish(folder, base=base, role=self._role)
-
-
-class _OneEngine:
-    """Engines, seen by what publishes one role. `took_s`: from its files to the version that is served."""
-
-    def __init__(self, engine: RoleEngine, *, role: str) -> None:
-        self._engine = engine
-        self._role = role
-        self.took_s = 0.0
-
-    async def load_weights(self, folder: Path, *, version: int) -> float:
-        began = time.monotonic()
-        paused_s = await self._engine.load_adapter(folder, role=self._role, version=version)
-        self.took_s = time.monotonic() - began
-        return paused_s
-
-    async def sleep(self) -> None: ...
-    async def wake_up(self) -> None: ...

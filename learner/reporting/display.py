@@ -135,11 +135,6 @@ class Display:
         """What the run is busy with before its first step or after its last one; empty: with steps."""
         return self._shown.phase
 
-    @property
-    def is_starting(self) -> bool:
-        """The run is busy with what comes before its first step, or after its last one."""
-        return bool(self._shown.phase)
-
     def note(self, line: str) -> None:
         """Something to know: a line on the terminal and in the log."""
         logger.warning(line)

@@ -9,7 +9,6 @@ HF_HUB_OFFLINE, the cache is all there is. Files are data: nothing in them is ru
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -92,28 +91,22 @@ def _asked(*words: str) -> str:
     return path
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Downloads a model, or makes a task file of a data set, and prints one line of JSON: `path`, or `error`."""
-    parser = argparse.ArgumentParser(prog="python -m learner.startup.hub", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("kind", choices=["model", "tasks"])
-    parser.add_argument("name")
-    parser.add_argument(
-        "words", nargs="+", help="of a model: patterns of its files; of tasks: their folder, columns as JSON"
-    )
-    arguments = parser.parse_args(argv)
+def main(kind: str, name: str, *words: str) -> int:
+    """Downloads a model (`words`: patterns of its files), or makes a task file of a data set (their folder, columns as JSON), and
+    prints one line of JSON: `path`, or `error`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        if arguments.kind == "model":
-            path = _download_model(arguments.name, arguments.words)
+        if kind == "model":
+            path = _download_model(name, words)
         else:
-            folder, columns = arguments.words
-            path = _task_file(arguments.name, folder=Path(folder), columns=json.loads(columns))
+            folder, columns = words
+            path = _task_file(name, folder=Path(folder), columns=json.loads(columns))
         told = {"path": str(path)}
     except UnderstudyError as error:
         told = {"error": str(error)}
     except (HfHubHTTPError, OSError, ValueError) as error:  # hub's other errors are among the latter two
-        told = {"error": _message(arguments.kind, arguments.name, error)}
+        told = {"error": _message(kind, name, error)}
     print(json.dumps(told), flush=True)
     return 0 if "path" in told else 1
 
@@ -218,4 +211,4 @@ def _message(kind: str, name: str, error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

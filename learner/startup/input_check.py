@@ -32,15 +32,6 @@ TEMPLATE_REMEDY = "put chat_template.jinja into the folder, or name a model that
 SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 
 
-def refusal(check: Callable[[], None]) -> str:
-    """The message of the UnderstudyError that `check` raises, by `in_fork`; empty: none."""
-    try:
-        in_fork(check)
-    except UnderstudyError as error:
-        return str(error)
-    return ""
-
-
 def in_fork(compute: Callable[[], T]) -> T:
     """What `compute` gives, a value of JSON, in a forked process: what it imports, and the threads that this starts, are not this
     process's, which is to be forked of later. Raises the UnderstudyError that it raises."""
@@ -140,7 +131,7 @@ def check_model(path: str) -> Path:
 
 
 def check_policy(config: Config) -> None:
-    """The policy's model, in all that can be told before torch is imported. Raises TaskError; meant for `refusal`, as transformers
+    """The policy's model, in all that can be told before torch is imported. Raises TaskError; meant for `in_fork`, as transformers
     may be imported."""
     folder = check_model(config.model.path)
     for key in ("router_replay", "router_aux_coef"):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
@@ -161,10 +162,8 @@ async def open_run_buffers(
 # with all that was acknowledged; the next one takes its place.
 
 
-class RowSecret(Protocol):
-    """The secret of the ledger's wire; raises where others can reach that host and there must be one of the operator's."""
-
-    def __call__(self, *, host: str) -> bytes: ...
+RowSecret = Callable[..., bytes]
+"""Gives the secret of the ledger's wire to `host=`; raises where others can reach it and there must be one of the operator's."""
 
 
 async def open_ledger(
@@ -181,15 +180,11 @@ async def open_ledger(
     `configs.schema.RunConfig.trusted_network`."""
     if not node:
         return Ledger(folder / LEDGER, drop_zero_variance=drop_zero_variance, resume_episodes=resume_episodes)
-    settings = {
-        "trusted": trusted,
-        "drop_zero_variance": drop_zero_variance,
-        "resume_episodes": resume_episodes,
-        "is_new": is_new,
-    }
-    opening = asyncio.ensure_future(
-        asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
-    )
+    remote = partial(
+        _open_remote, folder.resolve(), node=node, secret=secret, trusted=trusted, drop_zero_variance=drop_zero_variance,
+        resume_episodes=resume_episodes, is_new=is_new,
+    )  # fmt: skip
+    opening = asyncio.ensure_future(asyncio.to_thread(remote))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:  # the thread cannot be cancelled: what it starts is ended
@@ -199,16 +194,7 @@ async def open_ledger(
         raise
 
 
-def _open_remote(
-    folder: Path,
-    *,
-    node: str,
-    secret: RowSecret,
-    trusted: bool,
-    is_new: bool,
-    drop_zero_variance: bool,
-    resume_episodes: bool,
-) -> Ledger:
+def _open_remote(folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, **settings: bool) -> Ledger:
     from buffers.remote.ledger_actor import start_actor
     from learner.startup.ray_cluster import find_node
 
@@ -219,10 +205,8 @@ def _open_remote(
         node_id=node_id,
         host=address,
         secret=key,
-        trusted=trusted,
         environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         drop_zero_variance=drop_zero_variance,
-        resume_episodes=resume_episodes,
-        is_new=is_new,
+        **settings,
     )
     return RemoteLedger(actor, path=folder / LEDGER, secret=key, drop_zero_variance=drop_zero_variance, owns=True)

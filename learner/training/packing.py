@@ -11,6 +11,8 @@ padding, or for a model that cannot keep them apart there, beside one another an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from torch import Tensor
 from buffers.records import UNKNOWN_EXPERT, Int32, UInt8, UInt16
 from learner.model.packed_attention import MicroBatch, Segments
 
+Places = npt.NDArray[np.int64]
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""
 ALIKE = 0.7
@@ -78,30 +81,42 @@ class Sequences:
 
     def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
         """Packs these rows in this order. No rows: one of two tokens that trains nothing."""
-        ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
-        masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
-        lengths = [len(row) for row in ids]
-        flat = np.concatenate(ids).astype(np.int64)
-        trained = np.flatnonzero(np.concatenate(masks))
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        lengths = [len(self.ids[row]) for row in rows] or [2]
+        nodes = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        segments = Segments(
+            positions=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
+            starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
+            longest=max(lengths),
+        )
+        return replace(self._predictions(rows, nodes=nodes, size=sum(lengths), device=device), segments=segments)
+
+    def _predictions(
+        self, rows: Sequence[int], *, nodes: Sequence[Places], size: int, device: torch.device
+    ) -> MicroBatch:
+        """What `size` places, among them the `nodes` of each row's tokens, predict."""
+        ids = np.zeros(size, dtype=np.int64)
+        for row, places in zip(rows, nodes):
+            ids[places] = self.ids[row]
+        trained = [np.flatnonzero(self.masks[row]) for row in rows]
+        nothing = np.empty(0, dtype=np.int64)
+        after = np.concatenate([nothing, *(self.ids[row][own] for row, own in zip(rows, trained))])
+        predicting = np.concatenate([nothing, *(places[own - 1] for places, own in zip(nodes, trained))])
+        before, firsts, which = np.unique(predicting, return_index=True, return_inverse=True)
+        is_shared = len(before) < len(which) or (np.diff(which) != 1).any()
+        real = np.isin(np.arange(size), np.concatenate(nodes))
         return MicroBatch(
-            ids=torch.from_numpy(flat)[None].to(device),
-            segments=Segments(
-                positions=torch.from_numpy(positions)[None].to(device),
-                starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
-                longest=max(lengths),
-            ),
-            before=torch.from_numpy(trained - 1).to(device),
-            tokens=torch.from_numpy(flat[trained]).to(device),
-            shared=None,
+            ids=torch.from_numpy(ids)[None].to(device),
+            segments=None,
+            before=torch.from_numpy(before).to(device),
+            tokens=torch.from_numpy(after[firsts]).to(device),
+            shared=torch.from_numpy(which).to(device) if is_shared else None,
             index=self.places(rows).to(device),
-            experts=self._experts(
-                rows, nodes=np.split(np.arange(len(flat)), np.cumsum(lengths)), size=len(flat), device=device
-            ),
+            experts=self._experts(rows, nodes=nodes, size=size, device=device),
+            real=None if real.all() else torch.from_numpy(real).to(device),
         )
 
     def _experts(
-        self, rows: Sequence[int], *, nodes: Sequence[npt.NDArray[np.int64]], size: int, device: torch.device
+        self, rows: Sequence[int], *, nodes: Sequence[Places], size: int, device: torch.device
     ) -> Tensor | None:
         """Those of `size` places, among them the `nodes` of each row's tokens."""
         recorded = [(self.experts[row], places) for row, places in zip(rows, nodes)]
@@ -128,21 +143,11 @@ class PaddedSequences(Sequences):
     def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
         """One row of ids for each. No rows: one of two tokens that trains nothing."""
         ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
-        masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
         longest = max(map(len, ids))
-        rectangle = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in ids]).astype(np.int64)
-        trained = np.concatenate([np.flatnonzero(mask) + place * longest for place, mask in enumerate(masks)])
         nodes = [np.arange(len(row)) + place * longest for place, row in enumerate(ids)]
-        return MicroBatch(
-            ids=torch.from_numpy(rectangle).to(device),
-            segments=None,
-            before=torch.from_numpy(trained - 1).to(device),
-            tokens=torch.from_numpy(rectangle.reshape(-1)[trained]).to(device),
-            shared=None,
-            index=self.places(rows).to(device),
-            experts=self._experts(rows, nodes=nodes, size=rectangle.size, device=device),
-            real=torch.from_numpy(np.isin(np.arange(rectangle.size), np.concatenate(nodes))).to(device),
-        )
+        micro = self._predictions(rows, nodes=nodes, size=len(ids) * longest, device=device)
+        rectangle = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in ids]).astype(np.int64)
+        return replace(micro, ids=torch.from_numpy(rectangle).to(device))
 
 
 def split_minibatches(owners: npt.NDArray[np.int64], *, num: int, rng: np.random.Generator) -> list[list[int]]:
@@ -165,15 +170,25 @@ def plan(
 
     A micro-batch holds at most `token_budget` tokens; a row longer than that has one of its own.
     """
+    sizes = lengths[rows].tolist()
+    shares, _ = dealt([[row] for row in rows], sizes=sizes, num_ranks=num_ranks)
+    return in_step([(fill or _fill)(lengths, rows=share, token_budget=token_budget) for share in shares])
+
+
+def dealt(items: Sequence[list[int]], *, sizes: Sequence[int], num_ranks: int) -> tuple[list[list[int]], int]:
+    """The rows of each rank: the largest items first, each to the rank with least to do; and the tokens of the rank with most."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for row in sorted(rows, key=lambda row: (-int(lengths[row]), row)):
+    for size, item in sorted(zip(sizes, items, strict=True), key=lambda each: (-each[0], each[1])):
         rank = loads.index(min(loads))
-        shares[rank].append(row)
-        loads[rank] += int(lengths[row])
-    piles = [(fill or _fill)(lengths, rows=share, token_budget=token_budget) for share in shares]
-    steps = max(1, max(len(pile) for pile in piles))
-    return [[pile[step] if step < len(pile) else [] for pile in piles] for step in range(steps)]
+        shares[rank] += item
+        loads[rank] += size
+    return shares, max(loads)
+
+
+def in_step(piles: Sequence[list[list[int]]]) -> Plan:
+    """The micro-batches of each rank, side by side; a rank with fewer than others has empty ones, and there is at least one."""
+    return [list(each) for each in zip_longest(*piles, fillvalue=[])] or [[[] for _ in piles]]
 
 
 def _fill(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -11,14 +11,14 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from buffers.errors import StorageFull, UnderstudyError
-from buffers.records import TrainBatch
 from buffers.remote.actor import HERE, Actor, ActorDied, ActorRefused, ChildActor
 from buffers.weights.node_weights import same_on
 from configs.child_processes import python_path
@@ -27,9 +27,12 @@ from configs.schema import LearnerConfig
 from learner.checkpoints.store import Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.recovery.restarts import RestartLimit
-from learner.reporting.token_figures import TokenFigures
-from learner.training.sft import SftRow
+from learner.training.role_trainer import RoleTrainer
 from learner.training.trainer import Trainer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+RankT = TypeVar("RankT", bound=Trainer)
 
 GRACE_S = 5.0
 """Seconds after a first failure in which others may still report theirs: a peer's complaint can precede a death."""
@@ -65,6 +68,20 @@ class RankAt:
     """CUDA's name of its card; empty: it is on the CPU."""
     num_gpus: int = 0
     """GPUs that Ray counts for it."""
+
+
+def _called(
+    method: Callable[Concatenate[RankT, P], T],
+) -> Callable[Concatenate[LearnerRanks, P], Coroutine[Any, Any, T]]:
+    """The method of all ranks, with its words and arguments; rank 0's answer, as all reduce their figures to the same."""
+
+    @wraps(method)
+    async def call(self: LearnerRanks, /, *arguments: P.args, **options: P.kwargs) -> T:
+        stored = [await self._stored(each) for each in arguments]
+        answer: T = (await self._all(method.__name__, *stored, **options))[0]  # type: ignore[arg-type]
+        return answer
+
+    return call
 
 
 class LearnerRanks:
@@ -137,64 +154,30 @@ class LearnerRanks:
             await asyncio.sleep(LOOK_S)
             await self._until_all(_START, [actor.ready() for actor in self._actors])
 
-    async def begin_sft(self) -> None:
-        """See `Trainer.begin_sft`."""
-        await self._all("begin_sft")
-
-    async def sft_step(self, rows: Sequence[SftRow], *, lr: float) -> dict[str, float]:
-        """See `Trainer.sft_step`."""
-        return await self._first("sft_step", await self._stored(rows), lr=lr)
-
-    async def sft_loss(self, rows: Sequence[SftRow]) -> tuple[float, float]:
-        """See `Trainer.sft_loss`."""
-        found: tuple[float, float] = (await self._all("sft_loss", await self._stored(rows)))[0]
-        return found
-
-    async def end_sft(self) -> None:
-        """See `Trainer.end_sft`."""
-        await self._all("end_sft")
-
-    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """See `Trainer.train_step`."""
-        return await self._first("train_step", await self._stored(batch), version=version)
-
-    async def _stored(self, batch: Any) -> Any:
-        """A batch as ranks of a cluster are given it: it crosses to each node once."""
-        if not any(place.ray_node for place in self._places):
-            return batch
-        from buffers.remote.ray_actor import stored_once
-
-        return await asyncio.to_thread(stored_once, batch)
-
-    async def token_figures(self) -> TokenFigures | None:
-        """See `Trainer.token_figures`."""
-        figures: TokenFigures | None = (await self._all("token_figures"))[0]
-        return figures
-
-    async def layout_line(self) -> str:
-        """See `Trainer.layout_line`."""
-        line: str = (await self._all("layout_line"))[0]
-        return line
-
-    async def probe_prompt(self) -> list[int]:
-        """See `Trainer.probe_prompt`."""
-        prompt: list[int] = (await self._all("probe_prompt"))[0]
-        return prompt
+    begin_sft = _called(Trainer.begin_sft)
+    sft_step = _called(Trainer.sft_step)
+    sft_loss = _called(Trainer.sft_loss)
+    end_sft = _called(Trainer.end_sft)
+    train_step = _called(Trainer.train_step)
+    token_figures = _called(Trainer.token_figures)
+    layout_line = _called(Trainer.layout_line)
+    probe_prompt = _called(Trainer.probe_prompt)
+    layer_states = _called(Trainer.layer_states)
+    load = _called(Trainer.load)
+    versions = _called(RoleTrainer.versions)
 
     async def logprobs_of(self, ids: Sequence[int], *, last: int, role: str = "") -> list[float]:
         """See `Trainer.logprobs_of`, or with a `role` `RoleTrainer.logprobs_of`."""
         found: list[float] = (await self._all("logprobs_of", ids, last=last, **({"role": role} if role else {})))[0]
         return found
 
-    async def layer_states(self, ids: Sequence[int]) -> list[bytes]:
-        """See `Trainer.layer_states`."""
-        states: list[bytes] = (await self._all("layer_states", ids))[0]
-        return states
+    async def _stored(self, argument: Any) -> Any:
+        """An argument, such as a batch, as ranks of a cluster are given it: it crosses to each node once."""
+        if not any(place.ray_node for place in self._places):
+            return argument
+        from buffers.remote.ray_actor import stored_once
 
-    async def versions(self) -> dict[str, int]:
-        """See `RoleTrainer.versions`."""
-        found: dict[str, int] = (await self._all("versions"))[0]
-        return found
+        return await asyncio.to_thread(stored_once, argument)
 
     async def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> list[Published]:
         """See `Trainer.publish`, or with a `role` `RoleTrainer.publish`. What each rank wrote, by rank; on another node that is in
@@ -214,20 +197,11 @@ class LearnerRanks:
         if why := next(filter(None, await self._all("written", method, folder, of=method)), ""):
             raise StorageFull(why)
 
-    async def load(self, folder: Path) -> None:
-        """See `Trainer.load`."""
-        await self._all("load", folder)
-
     async def close(self) -> None:
         """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""
         if self._actors:
             await self._all("close")
         self.kill()
-
-    async def _first(self, method: str, *args: Any, **options: Any) -> dict[str, float]:
-        """Rank 0's answer: all ranks reduce their metrics to the same."""
-        answer: dict[str, float] = (await self._all(method, *args, **options))[0]
-        return answer
 
     async def _all(
         self, method: str, *args: Any, each: Sequence[Any] | None = None, of: str = "", **options: Any

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from learner.model.packed_attention import MicroBatch, Stems
-from learner.training.packing import Sequences
-from learner.training.tree_packing import GATHERED, Places, TreeSequences
+from learner.training.packing import Places, Sequences
+from learner.training.tree_packing import GATHERED, TreeSequences
 
 CLOSE = 0.9
 """Places of two micro-batches over those that they have together, at least: all stems become as short as the shortest."""

@@ -18,14 +18,13 @@ import torch
 
 from buffers.records import Int32
 from learner.model.packed_attention import MicroBatch, Paths, Segments
-from learner.training.packing import Plan, Sequences
+from learner.training.packing import Places, Plan, Sequences, dealt, in_step
 
 # Rows as a tree: tokens that rows have in common from their start on are laid out once. Rows are sorted, so that each shares
 # most with the one before it; all that is kept are the order and these depths. Invariants: rows part one token *before* they
 # differ, so that every place of the tree predicts one token; a row's path is its exact ids; the sizes that a plan counts are
 # those that the layout has. numpy only: no model here.
 
-Places = npt.NDArray[np.int64]
 LEAST_SHARED = 8
 """Tokens that a fork must lie beyond the one before it: each segment costs a call of attention, and its path gathered once more."""
 
@@ -204,9 +203,7 @@ class TreeSequences(Sequences):
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
         """Divides groups over ranks by what they add to compute, then each rank's rows, in the tree's order, into micro-batches."""
         shares = self._shares(rows, num_ranks=num_ranks)
-        piles = [self._piles(share, token_budget=token_budget) for share in shares]
-        steps = max(1, max(len(pile) for pile in piles))
-        return [[pile[step] if step < len(pile) else [] for pile in piles] for step in range(steps)]
+        return in_step([self._piles(share, token_budget=token_budget) for share in shares])
 
     def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
         """Lays these rows out as a tree. No rows: one of two tokens that trains nothing."""
@@ -221,28 +218,6 @@ class TreeSequences(Sequences):
             paths=_paths(layout, device=device),
         )
         return replace(micro, segments=segments)
-
-    def _predictions(
-        self, rows: Sequence[int], *, nodes: Sequence[Places], size: int, device: torch.device
-    ) -> MicroBatch:
-        """What `size` places, among them the `nodes` of each row's tokens, predict."""
-        ids = np.zeros(size, dtype=np.int64)
-        for row, places in zip(rows, nodes):
-            ids[places] = self.ids[row]
-        trained = [np.flatnonzero(self.masks[row]) for row in rows]
-        after = np.concatenate([self.ids[row][own] for row, own in zip(rows, trained)])
-        predicting = np.concatenate([places[own - 1] for places, own in zip(nodes, trained)])
-        before, firsts, which = np.unique(predicting, return_index=True, return_inverse=True)
-        return MicroBatch(
-            ids=torch.from_numpy(ids)[None].to(device),
-            segments=None,
-            before=torch.from_numpy(before).to(device),
-            tokens=torch.from_numpy(after[firsts].astype(np.int64)).to(device),
-            shared=torch.from_numpy(which).to(device),
-            index=self.places(rows).to(device),
-            experts=self._experts(rows, nodes=nodes, size=size, device=device),
-            real=torch.from_numpy(np.isin(np.arange(size), np.concatenate(nodes))).to(device),
-        )
 
     def _positions(self, rows: Sequence[int]) -> Places:
         """The place in its row of each token that a micro-batch of these rows computes."""
@@ -264,15 +239,7 @@ class TreeSequences(Sequences):
         return shares
 
     def _dealt(self, items: list[list[int]], *, num_ranks: int) -> tuple[list[list[int]], int]:
-        """The largest first, each to the rank with least to do; and the tokens of the rank with most."""
-        sizes = [(self._tree.tokens(item), item) for item in items]
-        shares: list[list[int]] = [[] for _ in range(num_ranks)]
-        loads = [0] * num_ranks
-        for size, item in sorted(sizes, key=lambda one: (-one[0], one[1])):
-            rank = loads.index(min(loads))
-            shares[rank] += item
-            loads[rank] += size
-        return shares, max(loads)
+        return dealt(items, sizes=[self._tree.tokens(item) for item in items], num_ranks=num_ranks)
 
     def _piles(self, rows: Sequence[int], *, token_budget: int) -> list[list[int]]:
         """Runs of rows that fit both budgets, then the small ones together where they fit."""

@@ -92,7 +92,8 @@ def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, 
     ("place", "value"),
     [
         (0, 5), (0, {"a": 1}), (0, None), (1, "x"), (1, 1.5), (1, True), (1, 2**40), (2, "x"), (2, [1]),
-        (3, 5), (3, None), (3, "x" * 1000), (4, -1), (4, None), (4, "body"), (5, 1), (6, -1), (6, True),
+        (3, "x"), (3, None), (4, "x"), (5, 5), (5, None), (5, "x" * 1000), (6, -1), (6, None), (6, "body"), (7, 1),
+        (8, -1), (8, True),
     ],
 )  # fmt: skip
 def test_what_no_round_can_be_ends_its_connection_and_stores_nothing(
@@ -104,6 +105,8 @@ def test_what_no_round_can_be_ends_its_connection_and_stores_nothing(
         episode.episode_id,
         0,
         None,
+        1,
+        0,
         "stop",
         stored_round(make_round(episode.episode_id)).body,
         b"",
@@ -127,7 +130,7 @@ def test_a_pickle_is_no_round_and_no_argument(ledger: Ledger, server: LedgerServ
     (episode,) = open_running(ledger, task=0)
     code = pickle.dumps(Touch())
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("put_rounds", {"rounds": [[episode.episode_id, 0, None, "stop", code, b"", None]]})
+        connection.send("put_rounds", {"rounds": [[episode.episode_id, 0, None, 1, 0, "stop", code, b"", None]]})
         with pytest.raises(WireLost, match="round body must be"):
             connection.receive(20)
     with Connection(server.address, secret=SECRET) as connection:

@@ -18,7 +18,7 @@ from buffers.tasks.parquet import write_tasks
 from configs.load import load_config
 from learner.run import check_inputs, with_model_needs
 from learner.startup import input_check
-from learner.startup.input_check import refusal
+from learner.startup.input_check import in_fork
 from mocked_server.http.request_fields import check_parser, parser_names
 from mocked_server.vllm import engine_arguments
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
@@ -121,11 +121,14 @@ def test_a_check_runs_in_a_process_of_its_own_and_a_defect_is_shown(capfd: pytes
         sys.modules["left_behind"] = sys
         raise UnderstudyError("a rule")
 
-    assert refusal(refuses) == "a rule" and "left_behind" not in sys.modules
-    assert refusal(lambda: None) == ""
-    assert "could not be checked" in refusal(lambda: 1 // 0)
+    with pytest.raises(UnderstudyError, match="a rule"):
+        in_fork(refuses)
+    assert "left_behind" not in sys.modules and in_fork(lambda: 7) == 7
+    with pytest.raises(UnderstudyError, match="could not be checked"):
+        in_fork(lambda: 1 // 0)
     assert "ZeroDivisionError" in capfd.readouterr().err
-    assert "could not be checked" in refusal(lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(UnderstudyError, match="could not be checked"):
+        in_fork(lambda: signal.raise_signal(signal.SIGINT))
     assert "KeyboardInterrupt" not in capfd.readouterr().err
 
 
