@@ -125,6 +125,10 @@ async def test_what_is_no_number_is_no_agreement() -> None:
     [
         (STATES, "the states behind all 3 layers agree, what follows them"),
         ([STATES[0], STATES[2], STATES[2]], "layer 1 of 0 to 2 is the first that differs, by 0.5 of its state"),
+        (
+            [*STATES[:2], np.full(4, 3.0003, np.float32).tobytes()],
+            "layer 2 of 0 to 2 is the first that differs, by 0.0001 ",
+        ),
         ([], "of a probe; take"),
         (STATES[:2], "of a probe; take"),
     ],
@@ -211,6 +215,14 @@ async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
     assert len(notes) == len(classes) - 1
     if len(classes) == 2:
         assert made[1].resume
+
+
+async def test_a_refusal_says_what_lets_the_difference_pass() -> None:
+    def make(config: Any, *, resume: bool) -> Any:
+        return Pipeline(config, resume=resume, disagrees=("own",), down=("transformers",), difference=1.7e-4)
+
+    _, code, errors = await run_agreeing(make, config=load_config(), again=False, note=lambda line: None)
+    assert code == 1 and "or learner.max_mean_logprob_diff=0.002 lets it pass" in str(errors[0])
 
 
 @pytest.mark.engine
