@@ -1,11 +1,13 @@
 """Which algorithms learn, and what old data costs: every recipe on the demo's game, over some seeds and bounds of the policy lag.
 
-`python -m benchmarks.learning [--recipes grpo ...] [--lags 0 1 4] [--seeds 0 1 2] [--steps 40] [--json PATH]`. Whole runs of the
-product, one at a time; the lag is `buffer.max_policy_lag`, the most that there may be, and `mean_lag` what there was. A recipe
-(`configs/recipes.py`) sets what its paper sets; learning rate, batch and critic's rate are the demo's for all. `demo` is the demo's
-own configuration (decoupled PPO with truncated weights), `demo_naive` the same on the ratio to the behaviour policy. `sdft` is not
-among them: the game's tasks have no hints. Reported for each: the first update after which the mean of WINDOW batches was TARGET or
-more, and the mean reward of the last WINDOW batches. Invariant: it tunes nothing; what does not learn is shown too.
+`python -m benchmarks.learning [--recipes grpo ...] [--lags 0 1 4] [--seeds 0 1 2] [--steps 40] [--family NAME] [--json PATH]`.
+Whole runs of the product, one at a time; the lag is `buffer.max_policy_lag`, the most that there may be, and `mean_lag` what there
+was. A recipe (`configs/recipes.py`) sets what its paper sets; learning rate, batch and critic's rate are the demo's for all. `demo`
+is the demo's own configuration (decoupled PPO with truncated weights), `demo_naive` the same on the ratio to the behaviour policy.
+`sdft` is not among them: the game's tasks have no hints. `--family`: a small random model of `benchmarks.families` in place of the
+demo's, played by an agent loop (`configs/walk_env.yaml`): the chat template writes every prompt, gpt-oss's too. Reported for each:
+the first update after which the mean of WINDOW batches was TARGET or more, and the mean reward of the last WINDOW batches.
+Invariant: it tunes nothing; what does not learn is shown too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.families import FAMILIES, make_family
 from benchmarks.harness import parser_of, play, whole_run
 from configs.recipes import RECIPES
 
@@ -99,11 +102,17 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All runs in turn, one seed of each recipe and lag after another."""
     runs: list[Learned] = []
+    family, config, of_all = arguments.family, "demo", list(arguments.override)
+    if family:
+        config = "configs/walk_env.yaml"
+        of_all.append(f"model.path={make_family(family, folder / family)}")
     for seed in arguments.seeds:
         for recipe in arguments.recipes:
             for lag in arguments.lags:
                 settings = [f"run.steps={arguments.steps}", f"run.seed={seed}", f"buffer.max_policy_lag={lag}"]
-                steps = whole_run(folder, f"{recipe}-{lag}-{seed}", *SETTINGS[recipe], *settings, *arguments.override)
+                steps = whole_run(
+                    folder, f"{recipe}-{lag}-{seed}", *SETTINGS[recipe], *settings, *of_all, config=config
+                )
                 runs.append(run := learned(steps, recipe=recipe, lag=lag, seed=seed))
                 reached = "never" if run.solved_at is None else run.solved_at
                 print(
@@ -119,6 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4], help="most updates of sampling to training")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--family", choices=FAMILIES, metavar="NAME", help="a model of this family in place of the demo's"
+    )
     parser.add_argument("--steps", type=int, default=40, help="updates of each run (default 40)")
     parser.add_argument("--override", action="append", default=[], metavar="section.key=value", help="of all runs")
     arguments = parser.parse_args(argv)

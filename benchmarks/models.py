@@ -51,17 +51,12 @@ RUN = (
     "learner.lr_warmup_steps=0", "learner.entropy_coef=0.1",
 )  # fmt: skip
 """A small run. Its scores are all 0: the entropy's gradient moves the weights, by more than two sides may differ."""
-HALF, NO_PREFIXES = "model.dtype=bfloat16", "rollout.engine_args={enable_prefix_caching: false}"
 TEXT_ONLY = "rollout.engine_args={language_model_only: true}"
 NEEDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v3_dense", "glm4_moe_lite", "kimi_linear", "olmo_hybrid"), (HALF,)),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), (HALF,)),
-    **dict.fromkeys(("qwen3_5_moe_vl", "qwen3_5_vl"), (HALF, TEXT_ONLY)),
-    **dict.fromkeys(("gemma3_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"), (TEXT_ONLY,)),
-    **dict.fromkeys(("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "nemotron_h_dense"), (NO_PREFIXES,)),
+    **dict.fromkeys(("gemma3_vl", "qwen2_5_vl", "qwen3_5_moe_vl", "qwen3_5_vl", "qwen3_vl", "smolvlm"), (TEXT_ONLY,)),
 }
-"""What a family is given when a run without it is refused. vLLM's CPU kernels have nothing else; the
-folders of models that see have no image processor here."""
+"""What a family is given when a run without it is refused: the folders of models that see have no image processor here. Number
+formats and prefix caching are never given: a run takes by itself what vLLM's CPU kernels have."""
 WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
 """What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
 MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.reporting.run_metrics import MOST_MEAN, MOST_MEAN_OF_A_GPU, OTHER_CLASS_FROM, drift_remedy
+from learner.reporting.run_metrics import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
 from learner.training.ranks import LearnerRanks
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ PROBED = 24
 ENOUGH, FAR = 256, 10.0
 """Tokens of batches whose mean is judged, and times the limit at which fewer are: in 32 tokens of a mixture of experts in bfloat16
 a few, for which the engine's routers choose others, can make half a limit a whole one."""
-SAME_STATE = {"float32": 1e-3, "bfloat16": 0.1}
+SAME_STATE, SAME_STATE_OF_A_GPU = {"float32": 3e-5, "bfloat16": 0.1}, {"float32": 1e-3, "bfloat16": 0.1}
 """Difference of two states over their size, up to which they are the same, by model.dtype."""
 
 
@@ -73,11 +73,7 @@ class Agreement:
     def most(self) -> float:
         """Nats on average."""
         dtype = self.config.model.dtype
-        usual = MOST_MEAN[dtype]
-        if dtype == "float32" and self.has_gpu:
-            usual = MOST_MEAN_OF_A_GPU
-        elif dtype == "float32" and self.has_other and not self.has_begun:
-            usual = OTHER_CLASS_FROM
+        usual = MOST_MEAN_OF_A_GPU if dtype == "float32" and self.has_gpu else MOST_MEAN[dtype]
         return self.config.learner.max_mean_logprob_diff or usual
 
     async def probe(self, ranks: LearnerRanks) -> float:
@@ -141,10 +137,11 @@ class Agreement:
             return ""
         if not there or [len(state) for state in there] != [len(state) for state in here]:
             return ""
+        same = (SAME_STATE_OF_A_GPU if self.has_gpu else SAME_STATE)[self.config.model.dtype]
         for number, (state, other) in enumerate(zip(there, here, strict=True)):
             own = np.frombuffer(other, np.float32)
             apart = np.linalg.norm(np.frombuffer(state, np.float32) - own) / np.linalg.norm(own)
-            if not apart <= SAME_STATE[self.config.model.dtype]:
+            if not apart <= same:
                 return (
                     f": layer {number} of 0 to {len(here) - 1} is the first that differs, by {apart:.2g} of its state"
                 )

@@ -446,7 +446,9 @@ class Pipeline:
         """The conversations of the configured files as play shows them."""
         _, _, vllm_config = await self._vllm_of(model)
         strict = config.server.replay_match == "strict"
-        renderer = make_renderer(vllm_config, strict=strict, last_only=config.sft.train_on == "last")
+        only_loops = bool(config.agents.loops) and not config.agents.command
+        last_only = config.sft.train_on == "last"
+        renderer = make_renderer(vllm_config, strict=strict, last_only=last_only, only_loops=only_loops)
         return await asyncio.to_thread(
             read, config.sft, seed=config.run.seed, render=renderer.rows, say=self._display.note
         )

@@ -316,18 +316,18 @@ def _chat_params(tools: Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def make_renderer(
-    vllm_config: Any, *, strict: bool, last_only: bool, longest: int | None = None
+    vllm_config: Any, *, strict: bool, last_only: bool, longest: int | None = None, only_loops: bool = False
 ) -> DemonstrationRenderer:
-    """That of a run's model. `longest`: tokens of a prompt and its answer; None: as many as the engine takes. Raises TaskError for
-    a model whose chats vLLM renders without a template."""
+    """That of a run's model. `longest`: tokens of a prompt and its answer; None: as many as the engine takes. `only_loops`: agent
+    loops play alone, which write every chat by the template. Raises TaskError for a model whose chats vLLM renders without one."""
     from vllm.exceptions import VLLMClientError
     from vllm.renderers import renderer_from_config
 
     config = vllm_config.model_config
-    if config.hf_config.model_type == "gpt_oss":
+    if config.hf_config.model_type == "gpt_oss" and not only_loops:
         raise TaskError(
-            "sft.demonstrations needs a model whose chats a template writes, got gpt_oss, whose chats vLLM's own code writes; name "
-            "another model.path"
+            "sft.demonstrations needs a model whose chats a template writes, got gpt_oss, whose chats vLLM's own code writes; let "
+            "agents.loops play without agents.command, or name another model.path"
         )
     renderer = renderer_from_config(vllm_config)
     ends = (config.try_get_generation_config() or {}).get("eos_token_id")

@@ -52,9 +52,11 @@ def test_each_run_is_the_products_with_its_recipe_its_lag_and_its_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: dict[str, list[str]] = {}
+    configs: list[str] = []
 
-    def whole_run(folder: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+    def whole_run(folder: Path, name: str, *settings: str, config: str) -> list[dict[str, Any]]:
         played[name] = list(settings)
+        configs.append(config)
         return [{"reward/mean": 1.0, "staleness/mean": 0.5}] * 5
 
     monkeypatch.setattr(learning, "whole_run", whole_run)
@@ -66,6 +68,11 @@ def test_each_run_is_the_products_with_its_recipe_its_lag_and_its_seed(
     }
     report = json.loads((tmp_path / "out.json").read_text())
     assert [cell["solved_at"] for cell in report["cells"]] == [[5], [5]] and len(report["runs"]) == 2
+    played.clear()
+    assert learning.main(["--recipes", "demo", "--lags", "1", "--seeds", "0", "--family", "llama"]) == 0
+    (settings,) = played.values()
+    assert settings[-1].startswith("model.path=") and settings[-1].endswith("/llama")
+    assert configs == ["demo", "demo", "configs/walk_env.yaml"]
 
 
 def test_a_report_says_what_was_measured_on_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def _switches() -> list[Row]:
             "drifts",
             metric("policy/mean_logprob_diff", lambda each: max(each) > 1e-3),
         ),
-        Row("learner.max_mean_logprob_diff", NULL, "disagrees", prints("float32: at most 0.001")),
+        Row("learner.max_mean_logprob_diff", NULL, "disagrees", prints("float32: at most 3e-05")),
         Row("learner.router_replay", True, REPLAYED),
         Row("learner.router_replay", False, f"{EXPERTS}::{TOLD}"),
         Row("learner.keep_on", "device", plain, changes_no_weight("learner.keep_on", "host")),

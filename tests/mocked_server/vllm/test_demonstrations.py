@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from transformers import AddedToken, AutoTokenizer
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from benchmarks.families import make_family
+from buffers.errors import TaskError
 from buffers.records import EpisodeScores, Round, Row
 from buffers.tasks.parquet import Trace
 from buffers.training_rows import episode_rows
-from configs.schema import RolloutConfig
+from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.vllm.demonstrations import DemonstrationRenderer, Unlearnable, make_renderer
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.mocked_server.vllm.test_chat_families import Renderer
 from tests.support.server_parts import ServerThread
 
@@ -316,3 +319,16 @@ def test_the_server_records_what_sft_trains(
         (row.ids.tolist(), row.mask.tolist()) for row in expected
     ]
     assert sum(int(row.mask.sum()) for row in rows) > 0
+
+
+def test_chats_of_gpt_oss_are_rows_of_sft_only_where_agent_loops_write_them(tmp_path: Path) -> None:
+    model = make_family("gpt_oss", tmp_path / "gpt_oss")
+    settings = EngineSettings(
+        model_path=model, served_name="policy", dtype="float32", server=ServerConfig(), rollout=RolloutConfig()
+    )
+    config = make_vllm_config(make_args(settings))
+    with pytest.raises(TaskError, match=r"let agents\.loops play without agents\.command"):
+        make_renderer(config, strict=True, last_only=False)
+    messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": "south"}]
+    ((row,),) = rows_of(make_renderer(config, strict=True, last_only=False, only_loops=True), Trace(messages=messages))
+    assert "south<|im_end|>" in AutoTokenizer.from_pretrained(model).decode(row.ids)

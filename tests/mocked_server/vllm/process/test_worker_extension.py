@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.families import make_family
 from buffers.errors import EngineError
@@ -111,15 +112,30 @@ async def test_the_refusal_of_a_worker_is_an_error_of_one_line() -> None:
         await _load_published(SimpleNamespace(collective_rpc=collective_rpc), Path("/v1"))
 
 
+def given(*models: Path) -> subprocess.CompletedProcess[str]:
+    """A real engine of the first folder, which is given the weights of the second; `out.json` beside them has what it sampled."""
+    command = [sys.executable, "-m", "benchmarks.engine_side", "--models", *map(str, models)]
+    command += ["--out", str(models[0].parent / "out.json"), "--requests", "8", "--tokens", "24"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_real_engine_refuses_experts_under_a_name_that_it_does_not_have(tmp_path: Path) -> None:
+    model, other = (make_family("qwen3_moe", tmp_path / f"{seed}", seed=seed) for seed in range(2))
+    weights = load_file(other / "model.safetensors")
+    renamed = {name.replace(".mlp.experts.", ".moe.experts."): value for name, value in weights.items()}
+    save_file(renamed, other / "model.safetensors", metadata={"format": "pt"})
+    done = given(model, other)
+    assert done.returncode != 0 and "layers.0.moe" in done.stderr + done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "granitemoe"])
 def test_a_real_engine_samples_from_the_weights_that_it_was_given(name: str, tmp_path: Path) -> None:
     """Experts that a CPU's kernel packs, and those that vLLM's own way keeps as they were (gpt-oss)."""
-    models = [make_family(name, tmp_path / f"{name}-{seed}", seed=seed) for seed in range(2)]
-    command = [sys.executable, "-m", "benchmarks.engine_side", "--models", *map(str, models)]
-    command += ["--out", str(tmp_path / "out.json"), "--requests", "8", "--tokens", "24"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = given(*(make_family(name, tmp_path / f"{name}-{seed}", seed=seed) for seed in range(2)))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
     for version in range(2):
