@@ -210,6 +210,7 @@ def _run(view: RunPages) -> dict[str, Any]:
         "scores": _or_empty(reports.scores, view),
         "machine": reports.machine(view, _ALL),
         "untrained": _or_empty(reports.untrained, view) or {"reasons": []},
+        "versions": reports.versions(view, _ALL),
     }
 
 
