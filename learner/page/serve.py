@@ -395,7 +395,7 @@ class Access:
         except CookieError:
             cookie = None
         given = "" if cookie is None else cookie.value
-        return any([_same(session, given) for session in self._sessions]) or self._has_key(headers)
+        return self._has_key(headers) or any([_same(session, given) for session in self._sessions])
 
     def _has_key(self, headers: dict[bytes, str]) -> bool:
         scheme, _, key = headers.get(b"authorization", "").partition(" ")
@@ -408,13 +408,14 @@ class Access:
             return "feedback must come from this page itself, or with the run's admin key"
         if headers.get(b"content-type", "").partition(";")[0].strip().lower() != "application/json":
             return "feedback must be application/json"
-        if not (size.isascii() and size.isdigit() and int(size[:9]) <= MOST_BODY_BYTES):
+        if not (size.isascii() and size.isdigit() and len(size) < 9 and int(size) <= MOST_BODY_BYTES):
             return f"feedback must say its length, of at most {MOST_BODY_BYTES} bytes"
         return ""
 
 
 def _is_feedback(scope: Scope) -> bool:
-    return scope["method"] == "POST" and scope["path"].startswith("/api/runs/") and scope["path"].endswith("/feedback")
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.startswith("/api/runs/") and path.endswith("/feedback")
 
 
 def _same(one: str, other: str) -> bool:
