@@ -16,8 +16,8 @@ from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import notify_score, say, settle
 from buffers.records import EpisodeState, ScoreDetail
 
-SAID = "f.verdict IN ('stored', 'revised', 'words')"
-"""A row `f` of `score` is feedback that was taken: a score, words or both."""
+SAID = "f.verdict != 'no rounds'"
+"""A row `f` of `score` is feedback: a score, words or both, also one that came too late to train anything."""
 SETTLED = (
     "f.part = 'whole' AND f.judge = '' AND f.verdict = 'stored' AND f.hint IS NULL AND EXISTS (SELECT 1 FROM score AS b "
     "WHERE b.episode_id = f.episode_id AND b.score_id < f.score_id) AND f.value = coalesce((SELECT avg(value) FROM score "

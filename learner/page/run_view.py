@@ -439,10 +439,10 @@ def live_waits_of(line: Line, *, sessions_per_step: int) -> list[dict[str, str]]
     found = [("prompts", "engines", why) for why in _waits_of_prompts(line)]
     if line.get("learner") == "waiting":
         told = f"{_number(groups, 'ready')} of the {sessions_per_step} sessions of a step have ended with feedback"
-        found.append(("learner", "sessions to learn", told))
+        found.append(("learner", "feedback", told))
     if open_ := _number(groups, "open"):
         told = f"{counted(open_, 'session')} may go on, or nothing was said of them yet"
-        found.append(("sessions to learn", "users", told))
+        found.append(("feedback", "users", told))
     if _is_idle(line):
         found.append(("engines", "users", "nobody asks for anything just now"))
     return [{"who": who, "for": what, "why": why} for who, what, why in found]

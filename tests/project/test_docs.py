@@ -33,7 +33,7 @@ OTHER_DOTTED = {"data.log", "env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|replay|reward|staleness|throughput|time|tracker|"
-    "val|sft"
+    "val|sft|judge|sampler|live|upstream"
 )
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",

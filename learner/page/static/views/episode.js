@@ -93,18 +93,21 @@ export function BranchTree({ detail, branch }) {
 
 // Feedback on an answer, or on a whole session: what was said of it, the last of each source; and what one says here.
 
-const TAKEN = ["stored", "revised", "words"];
+const LATE = ["closed", "conflict"];
 
 function lastOfEach(scores) {
   const last = new Map();
-  for (const one of scores) if (TAKEN.includes(one.verdict)) last.set(`${one.judge} ${one.verdict === "words"}`, one);
+  for (const one of scores) last.set(`${one.judge} ${one.verdict === "words"} ${LATE.includes(one.verdict)}`, one);
   return [...last.values()];
 }
 
 function Said({ one }) {
-  return html`<li class="said"><strong class="figure">${one.verdict === "words" ? "" : score(one.value)}</strong> <span class="soft">${sayer(one)}, ${when(one.told_at)}</span>
+  return html`<li class="said"><strong class="figure">${one.verdict === "words" ? "" : score(one.value)}</strong> <span class="soft">${sayer(one)}, ${when(one.told_at)}${LATE.includes(one.verdict) ? ", too late to train" : ""}</span>
     ${one.hint && html`<span class="agent-text">${one.hint}</span>`}</li>`;
 }
+
+// Drawn, as not every machine has letters for it.
+const Thumb = ({ isDown }) => html`<svg class=${isDown ? "down" : ""} viewBox="0 0 16 16" width="15" height="15" aria-hidden="true"><path d="M1 7.5h2.6v6.5H1z M5 13.4V7.4L7.9 1.6c1.4 0 1.9 1 1.7 2.1L9.2 6.2h4.1c1 0 1.6.8 1.3 1.8l-1.4 4.7c-.2.8-.8 1.3-1.6 1.3H6.6z" /></svg>`;
 
 // Why feedback cannot be given here; null: it can.
 function whyNot(detail) {
@@ -120,7 +123,7 @@ export function Feedback({ detail, run, round, label, onSaid }) {
   const [isOpen, setIsOpen] = useState(false);
   const [answer, setAnswer] = useState(null);
   const said = lastOfEach(detail.scores.filter((one) => one.round === round && (one.part === "round" || one.part === "whole")));
-  const own = said.find((one) => one.judge === "page" && one.verdict !== "words");
+  const own = said.findLast((one) => one.judge === "page" && one.verdict !== "words");
   const tell = async (what) => {
     setAnswer({ text: "…" });
     try {
@@ -137,19 +140,21 @@ export function Feedback({ detail, run, round, label, onSaid }) {
     event.preventDefault();
     if (note.trim()) tell({ text: note.trim() });
   };
-  const thumb = (value, sign, name) => html`<button type="button" class="thumb" aria-pressed=${own?.value === value} aria-label=${`${name}: ${label}`} title=${`${name} (score ${value})`} onClick=${() => tell({ score: value })}>${sign}</button>`;
+  const thumb = (value, name) => html`<button type="button" class="thumb" aria-pressed=${own?.value === value} aria-label=${`${name}: ${label}`} title=${`${name} (score ${value})`} onClick=${() => tell({ score: value, text: note.trim() || undefined })}><${Thumb} isDown=${value === 0} /></button>`;
   return html`<div class="feedback" role="group" aria-label=${`feedback on ${label}`}>
     ${said.length > 0 && html`<ul>${said.map((one, index) => html`<${Said} key=${index} one=${one} />`)}</ul>`}
-    ${whyNot(detail) === null && html`<div class="feedback-give">${thumb(1, "👍", "good")}${thumb(0, "👎", "bad")}
+    ${whyNot(detail) === null && html`<div class="feedback-give">${thumb(1, "good")}${thumb(0, "bad")}
       <button type="button" aria-expanded=${isOpen} onClick=${() => setIsOpen(!isOpen)}>Note</button>
       ${answer && html`<span class=${answer.isBad ? "finish-bad" : "soft"} role="status">${answer.text}</span>`}</div>
-      ${isOpen && html`<form class="feedback-note" onSubmit=${send}><textarea rows="2" maxlength="4000" aria-label=${`note on ${label}`} placeholder="What should have been otherwise?" value=${note} onInput=${(event) => setNote(event.target.value)}></textarea>
+      ${isOpen && html`<form class="feedback-note" onSubmit=${send}><textarea rows="2" maxlength="4000" aria-label=${`note on ${label}`} placeholder="What should have been otherwise? A thumb sends it too." value=${note} onInput=${(event) => setNote(event.target.value)}></textarea>
         <button type="submit" disabled=${!note.trim()}>Send</button></form>`}`}
   </div>`;
 }
 
 function SessionFeedback({ detail, run, onSaid }) {
-  const why = whyNot(detail);
+  const { state, is_watched: isWatched } = detail.episode.session;
+  const why = whyNot(detail) ?? (state === "open" && !isWatched ? null : state === "waiting" ? "It waits to be learned from: what is said now still counts, until it is in a batch."
+    : isWatched ? "Another model answers it: what is said of it weighs what is learned from it by SFT." : "It was learned from: what is said now is stored, and trains nothing any more.");
   return html`<section class="card"><div class="card-head"><h2>Feedback on the session</h2><span class="soft">${plural(detail.episode.session.feedback, "piece")} in all</span></div>
     <div class="card-body">${why && html`<p class="soft">${why}</p>`}<${Feedback} detail=${detail} run=${run} round=${null} label="the whole session" onSaid=${onSaid} /></div></section>`;
 }

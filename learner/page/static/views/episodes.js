@@ -233,7 +233,7 @@ function useRowHeight() {
 function Found({ list }) {
   const { total, indexed } = list.head.data ?? {};
   return html`<span class="soft" aria-live="polite" data-total=${total}>${total === undefined ? "…" : plural(total, `${source.isSnapshot ? "sampled " : ""}${serves.value ? "session" : "episode"}`)}</span>
-    ${indexed < 1 && html`<span class="soft">causes of breaks are known of ${share(indexed)} so far</span>`}
+    ${indexed < 1 && !serves.value && html`<span class="soft">causes of breaks are known of ${share(indexed)} so far</span>`}
     ${list.isBehind && html`<button type="button" onClick=${list.refresh}>Show what is new</button>`}`;
 }
 

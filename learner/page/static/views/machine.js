@@ -29,7 +29,7 @@ export function Station({ station, state, waits }) {
   const { figure, of, unit, lines, fill, engines, word } = station.show(state);
   const isOne = (side) => waits.some((one) => one[side] === station.name);
   const tone = isOne("for") ? "is-waited-for" : isOne("who") ? "is-waiting" : "";
-  return html`<li class=${`station station-${station.name.replaceAll(" ", "-")} ${tone}`}>
+  return html`<li class=${`station station-${station.name} ${tone}`}>
     <div class="station-head"><h3>${station.label}</h3>${word && html`<span class="soft">${word}</span>`}</div>
     <p class="station-figure">${figure}${of && html`<span class="of"> / ${of}</span>`}</p>
     <p class="station-unit">${unit}</p>
@@ -99,7 +99,7 @@ function sessions({ live, groups: it }) {
 }
 
 function waiting({ groups: it }) {
-  return { figure: count(it.ready), unit: "ended with feedback", lines: [`${count(it.trained)} were learned`, `${count(it.evicted)} given up`] };
+  return { figure: count(it.ready), unit: "sessions to learn", lines: [`${count(it.trained)} were learned`, `${count(it.evicted)} given up`] };
 }
 
 function liveLearner(state) {
@@ -110,7 +110,7 @@ const LIVE_STATIONS = [
   { name: "users", label: "Users", show: users },
   { name: "sessions", label: "Sessions", show: sessions },
   ...STATIONS.slice(2, 5),
-  { name: "sessions to learn", label: "To learn", show: waiting },
+  { name: "feedback", label: "Feedback", show: waiting },
   { name: "learner", label: "Learner", show: liveLearner },
 ];
 
