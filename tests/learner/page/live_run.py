@@ -1,4 +1,4 @@
-"""The folder of a run of `understudy serve` as it leaves it: sessions of two users in a ledger, made by its own calls, and versions."""
+"""The folder of a run of `understudy serve` as it leaves it: sessions of two users in a ledger, made by its calls; and versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.learner.page.page_parts import CONFIG, OPENING, TOKENIZER, machine_li
 GATE = {"tasks": 4, "mean": 0.75, "parent_mean": 0.5, "least_difference": 0.1}
 VERSIONS = [
     {"version": 0, "made": 1.0, "state": "candidate", "scores": {"a": 0.5, "b": 0.5}},
-    {"version": 2, "made": 2.0, "state": "promoted", "parent": 0, "sessions": ["done", "gone"], "entropy": 2.0, "gate": GATE, "why": ""},
+    {"version": 2, "made": 2.0, "state": "promoted", "parent": 0, "sessions": ["done", "gone"], "entropy": 2.0, "gate": GATE},
     {"version": 4, "made": 3.0, "state": "refused", "parent": 2, "sessions": ["x"], "entropy": 0.5, "why": "its entropy fell"},
 ]  # fmt: skip
 HISTORY = [
@@ -29,7 +29,8 @@ HISTORY = [
 def make_live_folder(run: Path) -> Path:
     """All but the ledger. By its last line of the machine it lives, in this process."""
     (run / "model").mkdir(parents=True, exist_ok=True)
-    config = {**CONFIG, "run": {"name": run.name, "steps": 1000000}, "serve": {"enabled": True, "gate": {"margin": 0.05, "tasks": "t.parquet"}}}  # fmt: skip
+    served = {"enabled": True, "gate": {"margin": 0.05, "tasks": "t.parquet"}}
+    config = {**CONFIG, "run": {"name": run.name, "steps": 1000000}, "serve": served}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     TOKENIZER.save(str(run / "model" / "tokenizer.json"))
     write_lines(run / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5, "live/users": 2.0}])

@@ -142,7 +142,8 @@ def test_feedback_of_another_page_is_refused(client, headers, status):
 
 
 def test_without_a_link_nothing_is_written_and_nothing_but_feedback_ever(client):
-    assert TestClient(client.app, base_url=HERE).post("/api/runs/live/feedback", json=GIVEN, headers={"origin": HERE}).status_code == 401  # fmt: skip
+    stranger = TestClient(client.app, base_url=HERE)
+    assert stranger.post("/api/runs/live/feedback", json=GIVEN, headers={"origin": HERE}).status_code == 401
     assert client.post("/api/runs/live/versions", json={}, headers={"origin": HERE}).status_code == 405
     assert client.request("PUT", "/api/runs/live/feedback", json=GIVEN, headers={"origin": HERE}).status_code == 405
 

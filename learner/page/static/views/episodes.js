@@ -70,8 +70,8 @@ const SessionRow = memo(({ episode: one, run, filters }) => {
   const { user, name, client, state, feedback, heard_at: heardAt, is_side: isSide, is_watched: isWatched } = one.session;
   const kind = isSide ? "side call" : isWatched ? "another model" : null;
   return html`<div class="erow srow">
-    <span role="gridcell" class="s-user clip">${user}</span>
-    <span role="gridcell" class="s-name clip" title=${`${name || "its client gave it no name"} (${one.episode_id})`}><a tabindex="-1" href=${link("episode", { id: one.episode_id, params: { run, ...filters } })}>${name || one.episode_id}</a>${kind && html` <span class="soft">${kind}</span>`}</span>
+    <span role="gridcell" class="s-user clip" title=${kind ?? ""}>${kind ? `${user} · ${kind}` : user}</span>
+    <span role="gridcell" class="s-name clip" title=${`${name || "its client gave it no name"} (${one.episode_id})`}><a tabindex="-1" href=${link("episode", { id: one.episode_id, params: { run, ...filters } })}>${name || one.episode_id}</a></span>
     <span role="gridcell" class="s-client clip soft" title=${client}>${client || "–"}</span>
     <span role="gridcell" class="s-state"><${State} state=${state} title=${one.reason ?? ""} /></span>
     <span role="gridcell" class="s-score number">${score(one.score)}</span>

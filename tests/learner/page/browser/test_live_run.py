@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.learner.page.browser.conftest import NARROW, PATIENCE_MS, Viewer, looking, served
+from tests.learner.page.browser.test_accessibility import AXE, SERIOUS
 from tests.learner.page.live_run import make_live_folder, make_live_run
 from tests.mocked_server.test_whose_data import Served, ask
 
@@ -35,7 +36,7 @@ def stored(browser: Browser, tmp_path: Path) -> Iterator[Viewer]:
 
 @pytest.fixture
 def phone(browser: Browser, tmp_path: Path) -> Iterator[Viewer]:
-    yield from opened(browser, make_live_run(tmp_path / "live"), viewport=NARROW)
+    yield from opened(browser, make_live_run(tmp_path / "live"), viewport=NARROW, bypass_csp=True)
 
 
 @pytest.fixture
@@ -132,8 +133,11 @@ def test_versions_show_their_gate_and_the_machine_its_users(stored: Viewer) -> N
     expect(page.locator("main")).not_to_contain_text("agent")
 
 
-@pytest.mark.parametrize("view", ["episodes", "versions", "machine", "episode/done"])
-def test_a_phone_shows_it_without_scrolling_sideways(phone: Viewer, view: str) -> None:
+@pytest.mark.parametrize("view", ["episodes", "versions", "machine", "episode/done", "why"])
+def test_a_phone_shows_it_without_scrolling_sideways_and_to_those_who_do_not_see(phone: Viewer, view: str) -> None:
     page = phone.open(view)
     expect(page.locator("main h1")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    page.add_script_tag(content=AXE.read_text())
+    found = page.evaluate("axe.run()")["violations"]
+    assert [(one["id"], one["nodes"][0]["html"][:160]) for one in found if one["impact"] in SERIOUS] == []
