@@ -19,7 +19,7 @@ PATIENCE_S = 600.0
 
 
 @pytest.mark.engine
-@pytest.mark.long(2)
+@pytest.mark.long(minutes=2)
 def test_whole_conversations_lose_nothing_and_are_one_row(tmp_path: Path) -> None:
     words = ["--model", str(make_tiny_model(tmp_path / "model", positions=4096)), "--json", str(tmp_path / "out.json")]
     only = ["--quick", "--only", "hermes", "llama-3.1", "glm-4", "phi-2"]

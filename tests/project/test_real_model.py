@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from env_adapters import smollm2
 from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.long(8), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.long(minutes=8), pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
