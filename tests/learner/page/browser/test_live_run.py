@@ -65,6 +65,7 @@ def said_of(run: Served) -> list[tuple[object, ...]]:
 def test_thumbs_and_a_note_lie_in_the_ledger_and_beside_the_answer(run: Served, viewer: Viewer) -> None:
     ask(run.client(run.keys.add("ann")), "apple")
     page = viewer.open("episodes")
+    expect(page.locator(".vrow", has_text="ann")).to_contain_text("OpenAI/Python")
     page.locator(".vrow", has_text="ann").get_by_role("link").click()
     page.get_by_role("button", name="bad: round 0").click()
     expect(page.get_by_role("group", name="feedback on round 0").get_by_role("status")).to_have_text("Stored.")
