@@ -1,6 +1,6 @@
 // The versions that users of a live run are served: each with its gate, what it was trained on, and who is on it; and what was served when.
 import { html, figure, link, plural, score, useState, when } from "../core.js";
-import { ledgerNow, ledgerRevision, useRequest, useThrottled } from "../data.js";
+import { currentEntry, ledgerNow, ledgerRevision, useRequest, useThrottled } from "../data.js";
 import { Awaiting, Notice, State } from "../parts.js";
 import { source } from "../sources.js";
 
@@ -69,7 +69,7 @@ export function VersionsView({ run }) {
   if (pending) return pending;
   const { data } = request;
   const { versions, served } = data;
-  return html`<div class="view-head"><h1>Versions</h1><span class="soft">${served === null ? "no version is served yet" : html`version <strong>${figure(served)}</strong> is served`}${data.has_tasks ? "" : "; there are no tasks for the gate (serve.gate.tasks): each candidate is served"}</span></div>
+  return html`<div class="view-head"><h1>Versions</h1><span class="soft">${served === null ? "no version is served yet" : html`version <strong>${figure(served)}</strong> ${currentEntry.value?.state === "live" ? "is" : "was"} served`}${data.has_tasks ? "" : "; there are no tasks for the gate (serve.gate.tasks): each candidate is served"}</span></div>
     ${versions.length === 0 ? html`<${Notice}>No version is kept. Without LoRA each update is served at once.<//>` : html`<div class="stack">
       <section class="card"><div class="table-box" tabindex="0" role="region" aria-label="versions that are kept"><table class="versions"><thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col">Compared to</th><th scope="col">Gate: its mean to the served one's</th><th scope="col">Entropy</th><th scope="col">Trained on</th><th scope="col">Made</th><th scope="col">Why</th></tr></thead>
         <tbody>${versions.map((one) => html`<${Row} key=${one.version} version=${one} data=${data} run=${run} />`)}</tbody></table></div></section>

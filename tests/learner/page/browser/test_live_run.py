@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from learner.page.export import export
 from tests.learner.page.browser.conftest import NARROW, PATIENCE_MS, Viewer, looking, served
 from tests.learner.page.browser.test_accessibility import AXE, SERIOUS
 from tests.learner.page.live_run import make_live_folder, make_live_run
@@ -142,3 +143,17 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_to_those_who_do_not_see
     page.add_script_tag(content=AXE.read_text())
     found = page.evaluate("axe.run()")["violations"]
     assert [(one["id"], one["nodes"][0]["html"][:160]) for one in found if one["impact"] in SERIOUS] == []
+
+
+def test_an_exported_page_has_the_same_views_and_no_thumbs(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "live.html"
+    export([make_live_run(tmp_path / "live")], to=file, episodes=10, causes={})
+    with looking(browser, "http://nowhere.invalid", []) as reader:
+        page = reader.page
+        page.goto(f"{file.as_uri()}#/versions", wait_until="commit")
+        expect(page.locator(".versions .state")).to_have_text(["refused", "taken back", "served"])
+        page.get_by_role("link", name="Sessions").click()
+        page.get_by_role("link", name="first").click()
+        expect(page.locator(".turn .said")).to_contain_text(["Fine.", "too late to train"])
+        expect(page.locator(".side")).to_contain_text("This is an exported file")
+        expect(page.locator(".thumb")).to_have_count(0)
