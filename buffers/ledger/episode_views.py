@@ -42,7 +42,7 @@ _FROM = (
     "LEFT JOIN temp.looked AS l ON l.seq = e.seq AND l.num_rounds = e.num_rounds LEFT JOIN session AS s USING (episode_id) "
 )
 SESSION_STATES = ("open", "waiting", "trained", "forgotten", "given up")
-"""Of a session's episode: it may go on; it waits for its batch, or is in it; or how it ended."""
+"""States of a session's episode: it may continue; it waits for its batch, or is in it; or how it ended."""
 _SESSION_STATE = (
     "CASE WHEN s.user IS NULL THEN NULL WHEN coalesce(s.heard_at, 0) = 0 THEN 'forgotten' WHEN g.state = 'trained' THEN g.state "
     "WHEN g.state IN ('ready', 'leased') THEN 'waiting' WHEN e.state = 'running' THEN 'open' ELSE 'given up' END"
@@ -96,7 +96,7 @@ class EpisodeFilter:
     user: str | None = None
     """Whose session it is."""
     session_states: tuple[str, ...] = ()
-    """Of SESSION_STATES."""
+    """States, as in SESSION_STATES."""
     feedback: bool | None = None
     """Whether anything was said of it."""
 

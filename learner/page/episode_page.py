@@ -343,7 +343,7 @@ def why_untrained(one: EpisodeView) -> str | None:
     if (session := one.session) is not None and (session.is_side or session.is_watched):
         return "a side call (a title, a summary) is never trained" if session.is_side else "another model answers it"
     if session is not None:
-        return "not yet: it goes on, until something was said of it and serve.silence_s went by without a request"
+        return "not yet: it is open until something was said of it and serve.silence_s went by without a request"
     return "not yet: it has no score"
 
 

@@ -52,7 +52,7 @@ from mocked_server.keys import SECRET_FILE, KeyRing, SecretError, read_secret, s
 STATIC = Path(__file__).parent / "static"
 MOST_RUNS = 20
 SOURCE = "page"
-"""Who says what is said here: one voice, however many look at the page."""
+"""Source of the feedback that is given here: one voice, however many look at the page."""
 MOST_BODY_BYTES = 1 << 16
 STATUS: dict[type[UnderstudyError], int] = {
     UnknownRun: 404,

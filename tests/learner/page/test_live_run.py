@@ -75,7 +75,7 @@ def test_a_session_has_its_feedback_and_what_it_ended_with_is_nobodys(client):
         ("tests", 1.0, "stored", 0), ("", 1.0, "stored", 1), ("page", 0.0, "closed", 0),
     ]  # fmt: skip
     assert not any(one["is_settled"] for one in get(client, "/episodes/late")["scores"])
-    assert "goes on, until something was said" in get(client, "/episodes/now")["why_untrained"]
+    assert "is open until something was said" in get(client, "/episodes/now")["why_untrained"]
     assert "side call" in get(client, "/episodes/side")["why_untrained"]
     assert get(client, "/episodes/gone")["rounds"][0]["sampled"] == 0
 
