@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx2
-
 from buffers.errors import UnderstudyError
 from buffers.ledger.forgetting import Forgotten
-from buffers.outgoing import RUN, Outgoing
 from configs.load import ConfigError, load_config, shipped
+from learner.ask import ask_run
 from learner.live_versions import trained_in
 from learner.reporting.tracker import FILE as TRACES
 from learner.reporting.tracker import drop_lines
 
 WATCHED = "watched/demonstrations.jsonl"
 """Conversations with another model, in a run's folder."""
-ANSWER_S = 600.0
-"""Longest time for an answer: a large ledger takes its time to forget."""
 
 
 class Users(Protocol):
@@ -111,30 +106,15 @@ def _mean(compared: dict[str, Any], who: str) -> str:
 def _ask(run: Path, who: str, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
     """The answer of a running run; None, and the reason is printed."""
     try:
-        place = dict(word.split("=", 1) for word in shlex.split((run / f"{who}.env").read_text(encoding="utf-8")))
-        headers = {"Authorization": f"Bearer {place[f'{who.upper()}_KEY']}"}
-
-        async def post() -> httpx2.Response:
-            async with Outgoing(RUN, headers=headers) as client, asyncio.timeout(ANSWER_S):
-                return await client.post(f"{place['SERVER_URL']}/{route}", json=body)
-
-        answer = asyncio.run(post())
-        told: dict[str, Any] = answer.json()
-    except (OSError, KeyError, ValueError, httpx2.HTTPError) as error:
-        print(f"understudy: RUN must be a live run that is running, got {run} ({error!r:.200})", file=sys.stderr)
+        return asyncio.run(ask_run(run, who, route, body))
+    except UnderstudyError as error:
+        print(f"understudy: {error}", file=sys.stderr)
         return None
-    if answer.status_code != 200:
-        print(f"understudy: {told.get('error', {}).get('message', told)}", file=sys.stderr)
-        return None
-    return told
 
 
 def forget(run: Path, what: dict[str, str]) -> dict[str, Any]:
-    """Has a live run forget: the fields of `buffers.ledger.forgetting.Forgotten`. Raises UnderstudyError."""
-    told = _ask(run, "admin", "forget", what)
-    if told is None:
-        raise UnderstudyError("the run did not do it; ask again, or end the run first")
-    return told
+    """Has a live run forget: the fields of `buffers.ledger.forgetting.Forgotten`. Raises RunAway, RunRefused."""
+    return asyncio.run(ask_run(run, "admin", "forget", what))
 
 
 def clean_up(run: Path, forgotten: Forgotten) -> Iterator[str]:

@@ -25,9 +25,9 @@ from buffers.disk import replacing, until_written
 from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
+from learner.reporting.run_record import VERSIONS as FOLDER
 from learner.validation import play
 
-FOLDER = "versions"
 SERVED = "served"
 """The adapter that users' requests are answered with."""
 ONE_SIDED_95 = 1.645

@@ -944,7 +944,13 @@ class Pipeline:
             "groups": {name.removeprefix("groups/"): n for name, n in counts.items() if name.startswith("groups/")},
             "rounds": counts["rounds"],
             "tokens": counts["tokens"],
+            **({"live": self._live_state(sessions.figures())} if (sessions := parts.server.sessions) else {}),
         }
+
+    def _live_state(self, figures: dict[str, float]) -> dict[str, Any]:
+        """Users and sessions, and the version that they are served."""
+        found: dict[str, Any] = {"served": None if self._versions is None else self._versions.served}
+        return found | {name.removeprefix("live/"): n for name, n in figures.items() if "live/" in name}
 
 
 def _sft_figures(loop: SftLoop) -> dict[str, float]:

@@ -270,6 +270,7 @@ class LiveSessions:
                 is_side=mark.is_side,
                 version=self._version(),
                 is_watched=is_watched,
+                client=mark.client,
             )
         )
         return self._took(user, session, self._episodes.open(_episode(session, user=user.name)))

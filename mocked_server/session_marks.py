@@ -113,6 +113,8 @@ class SessionMark:
     """Source of the mark, for people; empty where there is none."""
     agent: str = ""
     """Client's name of the sub-agent that asks; empty for the main line, or where it does not say."""
+    client: str = ""
+    """The program that asks, as it names itself: the first word of its `User-Agent`."""
 
 
 def session_mark(path: str, headers: Sequence[tuple[bytes, bytes]], body: Mapping[str, Any]) -> SessionMark:
@@ -122,7 +124,8 @@ def session_mark(path: str, headers: Sequence[tuple[bytes, bytes]], body: Mappin
     agent = next((sent[header] for header in AGENTS if _is_name(sent.get(header)) and sent[header] != name), "")
     side = _side(path, sent, body)
     why = "; ".join(filter(None, (told_by, side)))
-    return SessionMark(_bounded(name), bool(side), why, _bounded(agent) if name else "")
+    client = next(iter(sent.get(b"user-agent", "")[:_MAX_READ].split()), "")
+    return SessionMark(_bounded(name), bool(side), why, _bounded(agent) if name else "", _bounded(client))
 
 
 def _name(sent: Mapping[bytes, str], body: Mapping[str, Any]) -> tuple[str, str]:

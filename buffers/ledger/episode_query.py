@@ -16,7 +16,7 @@ LARGEST_NUMBER, MOST_DIGITS = 2**53, 16
 """What a browser's numbers hold exactly."""
 EPISODE_KEYS = (
     "step", "task", "q", "group", "state", "group_state", "min_score", "max_score", "reason", "agent", "min_tokens", "max_tokens",
-    "min_rounds", "max_rounds", "cause", "untrained",
+    "min_rounds", "max_rounds", "cause", "untrained", "user", "session_state", "feedback",
 )  # fmt: skip
 """What episodes are chosen by. Of a step, a span such as 10-20; of a state, several with commas."""
 SPAN = "a number or a span such as 10-20"
@@ -77,6 +77,9 @@ class Query:
             rounds=(self.maybe("min_rounds", int), self.maybe("max_rounds", int)),
             causes=0 if not cause else ANY_BREAK if cause == "any" else 1 << CAUSES.index(cause),
             untrained=self.text("untrained") == "1",
+            user=self.text("user") or None,
+            session_states=self.texts("session_state"),
+            feedback={"1": True, "0": False}.get(self.text("feedback")),
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from buffers.errors import UnderstudyError
 from buffers.ledger.branches import causes_in, names_of
 from buffers.ledger.episodes import read_task
+from buffers.ledger.sessions import SAID, SETTLED
 from buffers.records import EpisodeState, GroupState
 from buffers.training_rows import CUT
 
@@ -30,6 +31,7 @@ ORDERS: dict[str, tuple[str, bool]] = {
     "-tokens": ("e.num_tokens", True),
     "rounds": ("e.num_rounds", False),
     "-rounds": ("e.num_rounds", True),
+    "heard": ("coalesce(s.heard_at, 0)", True),
 }
 """Name -> column, and whether the largest comes first."""
 _KIND = "substr({0}, 1, instr({0} || ':', ':') - 1)"
@@ -37,13 +39,21 @@ _KIND = "substr({0}, 1, instr({0} || ':', ':') - 1)"
 _STEP = "CASE g.state WHEN 'trained' THEN (SELECT step FROM step WHERE step.lease_id = g.lease_id) END"
 _FROM = (
     "FROM episode AS e JOIN grp AS g USING (group_id) "
-    "LEFT JOIN temp.looked AS l ON l.seq = e.seq AND l.num_rounds = e.num_rounds "
+    "LEFT JOIN temp.looked AS l ON l.seq = e.seq AND l.num_rounds = e.num_rounds LEFT JOIN session AS s USING (episode_id) "
 )
+SESSION_STATES = ("open", "waiting", "trained", "forgotten", "given up")
+"""States of a session's episode: it may continue; it waits for its batch, or is in it; or how it ended."""
+_SESSION_STATE = (
+    "CASE WHEN s.user IS NULL THEN NULL WHEN coalesce(s.heard_at, 0) = 0 THEN 'forgotten' WHEN g.state = 'trained' THEN g.state "
+    "WHEN g.state IN ('ready', 'leased') THEN 'waiting' WHEN e.state = 'running' THEN 'open' ELSE 'given up' END"
+)
+_FEEDBACK = f"SELECT count(*) FROM score AS f WHERE f.episode_id = e.episode_id AND {SAID} AND NOT ({SETTLED})"
 _UNKNOWN = "l.is_final IS NOT 1"
 _EPISODE = (
     "SELECT e.seq, episode_id, group_id, sample_index, attempt, e.state, e.reason, score, e.num_rounds, num_tokens, "
     "version, e.max_version, started_at, task_id, g.state, g.reason, sample_index < greedy, "
-    f"json_extract(payload, '$.agent_name'), {_STEP}, l.causes, l.cut {_FROM} LEFT JOIN task USING (task_id) "
+    f"json_extract(payload, '$.agent_name'), {_STEP}, l.causes, l.cut, s.user, s.name, s.client, s.is_side, s.is_watched, "
+    f"s.heard_at, {_SESSION_STATE}, iif(s.user IS NULL, 0, ({_FEEDBACK})) {_FROM} LEFT JOIN task USING (task_id) "
 )
 _GROUP = (
     "SELECT group_id, task_id, json_extract(payload, '$.agent_name'), state, reason, size, num_scored, num_lost, opened_at, "
@@ -69,7 +79,7 @@ class EpisodeFilter:
     """First and last."""
     task: str | None = None
     text: str = ""
-    """A part of the task's id, or the beginning of the episode's."""
+    """A part of the task's id or of what a session is called, or the beginning of the episode's."""
     group: int | None = None
     states: tuple[str, ...] = ()
     group_states: tuple[str, ...] = ()
@@ -83,6 +93,27 @@ class EpisodeFilter:
     """Bits of `branches.CAUSES`: at least one of them."""
     untrained: bool = False
     """It ended, or its group did, and it was not trained and will not be."""
+    user: str | None = None
+    """Whose session it is."""
+    session_states: tuple[str, ...] = ()
+    """States, as in SESSION_STATES."""
+    feedback: bool | None = None
+    """Whether anything was said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """What an episode is that is a session of a user's agent, or a stretch of one."""
+
+    user: str
+    name: str
+    client: str
+    is_side: bool
+    is_watched: bool
+    heard_at: float | None
+    state: str
+    feedback: int
+    """Scores and words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +142,8 @@ class EpisodeView:
     """The step that trained it."""
     breaks: list[str]
     cut: bool
+    session: SessionView | None
+    """None: a task's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +249,7 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[Any]]:
     for name, column, states, known in (
         ("state", "e.state", wanted.states, EPISODE_STATES),
         ("group_state", "g.state", wanted.group_states, GROUP_STATES),
+        ("session_state", _SESSION_STATE, wanted.session_states, SESSION_STATES),
     ):
         if unknown := set(states) - set(known):
             raise FilterError(f"{name} must be of {', '.join(known)}, got {min(unknown)!r:.40}; leave it out for all")
@@ -240,10 +274,16 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[Any]]:
         need("task_id = ?", wanted.task)
     if wanted.agent is not None:
         need("task_id IN (SELECT task_id FROM temp.agent WHERE name = ?)", wanted.agent)
+    if wanted.user is not None:
+        need("s.user = ?", wanted.user)
+    if wanted.feedback is not None:
+        said = f"EXISTS (SELECT 1 FROM score AS f WHERE f.episode_id = e.episode_id AND {SAID})"
+        need(said if wanted.feedback else f"NOT {said}")
     if wanted.text:
         group, sample = _beginning(wanted.text)
         need(
-            "(instr(task_id, ?) OR (group_id = ? AND sample_index = coalesce(?, sample_index)))",
+            "(instr(coalesce(task_id, s.name || ' ' || s.client || ' ' || episode_id), ?) OR (group_id = ? "
+            "AND sample_index = coalesce(?, sample_index)))",
             wanted.text,
             group,
             sample,
@@ -279,7 +319,21 @@ def _facets(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> dict[s
         for counter, text in zip(numbers.values(), texts):
             if text is not None:
                 counter[text] += number
+    if db.execute("SELECT 1 FROM session LIMIT 1").fetchone():
+        numbers |= {"user": Counter(), "session_state": Counter()}
+        query = f"SELECT s.user, {_SESSION_STATE}, count(*) {_FROM} WHERE {where} AND s.user IS NOT NULL GROUP BY 1, 2"
+        for user, state, number in db.execute(query, values).fetchall():
+            numbers["user"][user] += number
+            numbers["session_state"][state] += number
     return {name: dict(counter.most_common()) for name, counter in numbers.items()}
+
+
+def served_sessions(db: sqlite3.Connection) -> list[tuple[int, str, int, float]]:
+    """(version that answered last, user, number, when one was heard last) of the sessions that are open, but for side calls."""
+    return db.execute(
+        f"SELECT coalesce(e.max_version, e.version), s.user, count(*), max(s.heard_at) {_FROM} "
+        f"WHERE {_SESSION_STATE} = 'open' AND NOT s.is_side AND NOT s.is_watched GROUP BY 1, 2 ORDER BY 1, 2"
+    ).fetchall()
 
 
 def read_agents(db: sqlite3.Connection, *, limit: int = 2000) -> bool:
@@ -387,8 +441,10 @@ def _marks(values: Sequence[Any]) -> str:
 
 
 def _episode(row: tuple[Any, ...]) -> EpisodeView:
-    *before, is_greedy, agent, step, causes, cut = row
-    return EpisodeView(*[*before, bool(is_greedy), agent, step, names_of(causes or 0), bool(cut)])
+    *before, is_greedy, agent, step, causes, cut = row[:-8]
+    user, name, client, is_side, is_watched, *rest = row[-8:]
+    session = None if user is None else SessionView(user, name, client, bool(is_side), bool(is_watched), *rest)
+    return EpisodeView(*[*before, bool(is_greedy), agent, step, names_of(causes or 0), bool(cut), session])
 
 
 def _group(db: sqlite3.Connection, row: tuple[Any, ...]) -> GroupView:

@@ -113,7 +113,7 @@ def _forget(db: sqlite3.Connection, *, episode_id: str) -> Forgotten:
         (WAS_FORGOTTEN, episode_id),
     )
     db.execute("DELETE FROM answer WHERE episode_id = ?", (episode_id,))
-    db.execute("UPDATE session SET name = '', heard_at = NULL WHERE episode_id = ?", (episode_id,))
+    db.execute("UPDATE session SET name = '', client = '', heard_at = NULL WHERE episode_id = ?", (episode_id,))
     return Forgotten(
         (episode_id,), (), rounds, tokens, num_bytes, words, int(not steps), tuple(step for (step,) in steps)
     )  # fmt: skip

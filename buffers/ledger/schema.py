@@ -132,13 +132,15 @@ CREATE INDEX score_by_episode ON score(episode_id, part);
 -- An episode that is a session of a user's agent (`understudy serve`), or a stretch of one: whose key opened it, what its client
 -- calls it ('': nothing), whether its calls stand beside the main line, and whether another model answers them (`serve.upstream`):
 -- nothing of those is ever trained. heard_at: when something of it was stored last; 0: it is to be forgotten, NULL: it was.
+-- client: the program that opened it, as it names itself.
 CREATE TABLE session(
     episode_id TEXT PRIMARY KEY REFERENCES episode(episode_id),
     user       TEXT NOT NULL,
     name       TEXT NOT NULL,
     is_side    INTEGER NOT NULL,
     is_watched INTEGER NOT NULL DEFAULT 0,
-    heard_at   REAL DEFAULT ({_NOW})
+    heard_at   REAL DEFAULT ({_NOW}),
+    client     TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX session_by_name ON session(user, name);
 CREATE INDEX session_by_age ON session(heard_at) WHERE heard_at IS NOT NULL;

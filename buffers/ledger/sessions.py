@@ -16,6 +16,15 @@ from buffers.ledger.group_commit import operation
 from buffers.ledger.scores import notify_score, say, settle
 from buffers.records import EpisodeState, ScoreDetail
 
+SAID = "f.verdict != 'no rounds'"
+"""A row `f` of `score` is feedback: a score, words or both, also one that came too late to train anything."""
+SETTLED = (
+    "f.part = 'whole' AND f.judge = '' AND f.verdict = 'stored' AND f.hint IS NULL AND EXISTS (SELECT 1 FROM score AS b "
+    "WHERE b.episode_id = f.episode_id AND b.score_id < f.score_id) AND f.value = coalesce((SELECT avg(value) FROM score "
+    "WHERE score_id IN (SELECT max(b.score_id) FROM score AS b WHERE b.episode_id = f.episode_id AND b.score_id < f.score_id "
+    "AND b.part = 'round' AND b.verdict IN ('stored', 'revised') GROUP BY b.round_index, b.judge)), 0.0)"
+)
+"""A row `f` of `score`, of a session, is what `settle_session` made of its rounds' scores, and nobody's feedback."""
 REMEMBERED = 64
 """Sessions of a user that the next ones are compared with."""
 
@@ -62,15 +71,18 @@ def open_session(
     is_side: bool,
     version: int,
     is_watched: bool = False,
+    client: str = "",
 ) -> Session:
-    """Open and start an episode for a session, under the caller's id."""
+    """Open and start an episode for a session, under the caller's id. `client`: the program that asks."""
     if adopt_episode(db, episode_id):
         db.execute(
             "UPDATE episode SET version = ?, started_at = (julianday('now') - 2440587.5) * 86400.0 WHERE episode_id = ?",
             (version, episode_id),
         )
-        values = (episode_id, user, name, is_side, is_watched)
-        db.execute("INSERT INTO session(episode_id, user, name, is_side, is_watched) VALUES (?, ?, ?, ?, ?)", values)
+        db.execute(
+            "INSERT INTO session(episode_id, user, name, is_side, is_watched, client) VALUES (?, ?, ?, ?, ?, ?)",
+            (episode_id, user, name, is_side, is_watched, client),
+        )
     row = read_episode(db, episode_id=episode_id)
     return Session(episode_id, row.group_id, name, is_side, is_watched)
 

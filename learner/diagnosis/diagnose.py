@@ -16,14 +16,31 @@ from typing import Any
 
 from buffers.disk import replacing
 from buffers.errors import UnderstudyError
-from learner.diagnosis import data_rules, policy_rules, time_rules
+from learner.diagnosis import data_rules, live_rules, policy_rules, time_rules
 from learner.diagnosis.evidence import Evidence, Finding, Rule, Severity, read_evidence
 
 RULES = tuple(
-    rule for part in (data_rules, policy_rules, time_rules) for rule in vars(part).values() if isinstance(rule, Rule)
+    rule
+    for part in (data_rules, live_rules, policy_rules, time_rules)
+    for rule in vars(part).values()
+    if isinstance(rule, Rule)
 )
 """Causes before their effects: of two findings that are equally bad the first is shown first."""
 ORDER = tuple(Severity)
+OF_TASKS = frozenset(
+    (
+        "nothing_scored",
+        "late_scores",
+        "constant_scores",
+        "no_model_calls",
+        "one_task",
+        "equal_groups",
+        "idle_learner",
+        "idle_engine",
+    )
+)
+"""Rules about agents that a run starts, tasks that it draws and scorers of its own: `understudy serve` has none of them, and waits
+for its users."""
 
 
 def diagnose(run_folder: Path) -> list[Finding]:
@@ -33,7 +50,8 @@ def diagnose(run_folder: Path) -> list[Finding]:
 
 def findings(run: Evidence) -> list[Finding]:
     """What the rules say of this evidence."""
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    rules = RULES if not run.config.serve.enabled else [rule for rule in RULES if rule.name not in OF_TASKS]
+    found = [finding for rule in rules if (finding := rule(run)) is not None]
     is_held = any(finding.severity in (Severity.STOPS, Severity.HARMS) for finding in found)
     if len(run.steps) >= time_rules.TELLING_STEPS and not is_held and not run.is_solved and not run.has_risen:
         found.append(time_rules.unexplained(run))

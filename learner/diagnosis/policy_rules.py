@@ -200,7 +200,8 @@ def capped_weights(run: Evidence) -> Observation:
     return Observation(
         share,
         f"{percent(share)} of the trained tokens are far more likely now than when they were sampled.",
-        run.slower + (f", or fresher data: buffer.max_policy_lag={lag - 1}" if lag else ""),
+        run.slower
+        + (f", or fresher data: buffer.max_policy_lag={lag - 1}" if lag and not run.config.serve.enabled else ""),
     )
 
 

@@ -133,6 +133,8 @@ def no_step(run: Evidence) -> Observation | None:
         return None
     ready, running, scored = (ledger.count(name) for name in ("groups/ready", "episodes/running", "episodes/scored"))
     told = f"no step is made yet: {ready} of the {need} groups of a batch are complete, {scored} episodes are scored, {running} run"
+    if run.config.serve.enabled:
+        told = f"no step is made yet: {ready} of the {need} sessions of a batch have ended with feedback, {running} are open"
     if ledger.running_without_rounds and ledger.running_without_rounds == running:
         told += ", none of them with a finished model call"
     remedy = "" if ledger.is_alive else f"see {run.folder / 'log.txt'}; `understudy resume {run.folder}` continues"
@@ -162,7 +164,8 @@ def unexplained(run: Evidence) -> Finding:
         f"{run.last_reward:.3f} in the last 5), and no rule says why.",
         figure=run.last_reward,
         measure="reward/mean",
-        remedy=f"run.steps={2 * len(run.steps)}, or learner.lr={3 * learner.lr:.2g}, or more data in a step: "
+        remedy=("" if run.config.serve.enabled else f"run.steps={2 * len(run.steps)}, or ")
+        + f"learner.lr={3 * learner.lr:.2g}, or more data in a step: "
         f"buffer.groups_per_step={2 * run.config.buffer.groups_per_step}",
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffers.ledger import episode_views
-from buffers.ledger.batches import read_rounds
+from buffers.ledger.batches import WAS_FORGOTTEN, read_rounds
 from buffers.ledger.branches import (
     MEANT,
     NOT_SAMPLED,
@@ -31,6 +31,7 @@ from buffers.ledger.branches import (
 )
 from buffers.ledger.episode_query import MOST_POINTS, Query
 from buffers.ledger.episode_views import EpisodeView
+from buffers.ledger.sessions import SETTLED
 from buffers.ledger.turns import Turn, pieces_of, turns_of, with_text
 from buffers.records import Round
 from buffers.training_rows import CUT
@@ -45,9 +46,10 @@ MOST_TURNS = 500
 MOST_BRANCHES = 1 << 30
 KEPT = 8
 """Episodes whose rounds are in memory."""
+_SCORE = ("part", "round", "judge", "value", "verdict", "hint", "told_at", "is_settled")
 _SCORES = (
-    "SELECT part, round_index, judge, value, verdict, hint, told_at FROM score WHERE episode_id = ? "
-    "ORDER BY score_id LIMIT 5000"
+    "SELECT part, round_index, judge, value, verdict, hint, told_at, EXISTS (SELECT 1 FROM session WHERE session.episode_id = "
+    f"f.episode_id) AND {SETTLED} FROM score AS f WHERE episode_id = ? ORDER BY score_id LIMIT 5000"
 )
 
 
@@ -79,10 +81,7 @@ class RunPages(RunView):
             task = episode_views.task_of(db, task_id=one.task_id)
             told = db.execute(_SCORES, (one.episode_id,)).fetchall()
         place = members.index(one.episode_id)
-        scores = [
-            dict(zip(("part", "round", "judge", "value", "verdict", "hint", "told_at"), each, strict=True))
-            for each in told
-        ]
+        scores = [dict(zip(_SCORE, each, strict=True)) for each in told]
         one = replace(
             one,
             breaks=sorted(set(opened.causes.values())),
@@ -280,11 +279,13 @@ GROUP_REASONS: dict[str, tuple[str, str]] = {
         "take tasks that are solved sometimes, or a scorer with finer scores",
     ),
     "failed": ("a member had no attempt left", "see why its episodes failed; or raise agents.max_attempts"),
+    WAS_FORGOTTEN: ("it was forgotten before it was trained (`understudy ledger forget`, serve.retention_days)", ""),
 }
 """Kind of reason of an evicted group -> what it means, what to change."""
 EPISODE_REASONS: dict[str, tuple[str, str]] = {
     "stale": GROUP_REASONS["stale"],
     "no variance": GROUP_REASONS["no variance"],
+    WAS_FORGOTTEN: GROUP_REASONS[WAS_FORGOTTEN],
     "group given up": ("its group was given up, as another member had no attempt left", "see why that one failed"),
     "deadline": (MEANINGS["deadline"], "raise agents.deadline_s, or bound what an agent does"),
     "agent left": (
@@ -339,6 +340,10 @@ def why_untrained(one: EpisodeView) -> str | None:
     if one.state == "scored":
         waits = "the other members of its group" if one.group_state == "open" else "its turn in a batch"
         return f"not yet: it waits for {waits}"
+    if (session := one.session) is not None and (session.is_side or session.is_watched):
+        return "a side call (a title, a summary) is never trained" if session.is_side else "another model answers it"
+    if session is not None:
+        return "not yet: it is open until something was said of it and serve.silence_s went by without a request"
     return "not yet: it has no score"
 
 

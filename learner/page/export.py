@@ -27,7 +27,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger import episode_views
 from buffers.ledger.branches import ANY_BREAK
 from buffers.ledger.episode_query import LARGEST_NUMBER, MOST_POINTS, Query
-from buffers.ledger.episode_views import EpisodeFilter
+from buffers.ledger.episode_views import SESSION_STATES, EpisodeFilter
 from learner.page import reports
 from learner.page.episode_page import MOST_TURNS, RunPages
 from learner.page.metric_columns import meanings
@@ -210,6 +210,7 @@ def _run(view: RunPages) -> dict[str, Any]:
         "scores": _or_empty(reports.scores, view),
         "machine": reports.machine(view, _ALL),
         "untrained": _or_empty(reports.untrained, view) or {"reasons": []},
+        "versions": reports.versions(view, _ALL),
     }
 
 
@@ -283,7 +284,9 @@ def sampled(view: RunPages, *, number: int) -> list[dict[str, Any]]:
             (EpisodeFilter(causes=ANY_BREAK), "newest", spread // 2),
             (EpisodeFilter(untrained=True), "newest", spread // 2),
             (EpisodeFilter(states=("scored",)), "-tokens", spread // 2),
-            (EpisodeFilter(states=("scored",)), "newest", number),
+            (EpisodeFilter(session_states=SESSION_STATES), "heard", number)
+            if view.serves
+            else (EpisodeFilter(states=("scored",)), "newest", number),
         ]
         for each, order, limit in wanted:
             for one in episode_views.search(db, each, order=order, limit=limit, cursor=None).episodes:

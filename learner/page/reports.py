@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from buffers.errors import UnderstudyError
 from buffers.ledger import episode_views
 from buffers.ledger.episode_query import LARGEST_NUMBER, MOST_DIGITS, MOST_POINTS, Query, number_of
 from buffers.ledger.episode_views import FilterError, GroupView
@@ -24,9 +27,11 @@ from learner.page.episode_page import (
     reasons_of,
 )
 from learner.page.metric_columns import plain
+from learner.reporting.run_record import VERSIONS, DamagedFile, figures, read_object
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "max": 1.0}
 MOST_EPISODES = 500
+MOST_VERSIONS = 500
 LEFT_OUT = "(left out)"
 _SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
 _NOT_SECRET = frozenset({"max_tokens", "min_tokens", "overlong_tokens"})
@@ -173,11 +178,66 @@ def order(run: RunPages, query: Query) -> bytes:
 def untrained(run: RunPages, _: Query) -> dict[str, Any]:
     """Reasons why something was not trained."""
     with run.metrics() as columns:
-        figures = {name: columns.last(name) for name in (*LEFT_OUT_FIGURES, "generation/aborted")}
+        known = {name: columns.last(name) for name in (*LEFT_OUT_FIGURES, "generation/aborted")}
     with run.ledger() as db:
         number, evicted = counts(db), episode_views.evictions(db)
-    aborted = int(figures["generation/aborted"] or 0)
-    return {"reasons": reasons_of(number, evictions=evicted, aborted=aborted, figures=figures)}
+    aborted = int(known["generation/aborted"] or 0)
+    return {"reasons": reasons_of(number, evictions=evicted, aborted=aborted, figures=known)}
+
+
+def versions(run: RunPages, _: Query) -> dict[str, Any]:
+    """The versions of a live run that are kept, the newest first, each with its gate and who is on it; and what was served when."""
+    served = _object_in(run.folder / VERSIONS / "served.json")
+    kept = sorted(((int(name), path) for path, name in _version_folders(run.folder / VERSIONS)), reverse=True)
+    sessions: list[tuple[int, str, int, float]] = []
+    with suppress(UnderstudyError), run.ledger() as db:
+        sessions = episode_views.served_sessions(db)
+    history = [figures(each) | {"why": str(each.get("why", ""))} for each in _objects(served.get("history"))]
+    number = served.get("version")
+    return {
+        "served": number if isinstance(number, int) else None,
+        "margin": run.setting("serve.gate.margin", None),
+        "has_tasks": bool(run.setting("serve.gate.tasks", "")),
+        "history": history[-MOST_VERSIONS:][::-1],
+        "versions": [
+            {**_version(_object_in(path / "version.json")), "version": number} for number, path in kept[:MOST_VERSIONS]
+        ],
+        "sessions": [
+            dict(zip(("version", "user", "number", "heard_at"), each, strict=True))
+            for each in sessions[-MOST_VERSIONS:]
+        ],
+    }
+
+
+def _version_folders(folder: Path) -> list[tuple[Path, str]]:
+    names = {path: path.name.removeprefix("v") for path in folder.glob("v*")}
+    return [
+        (path, name) for path, name in names.items() if name.isascii() and name.isdigit() and len(name) < MOST_DIGITS
+    ]
+
+
+def _version(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What `learner.live_versions` wrote of one, as far as it is that."""
+    trained_on, scores = about.get("sessions"), list(figures(about.get("scores")).values())
+    names = [str(each) for each in trained_on] if isinstance(trained_on, list) else []
+    return {
+        **{name: None for name in ("made", "parent", "entropy")}, **{n: v for n, v in figures(about).items() if n != "version"},
+        "state": str(about.get("state", "")), "why": str(about.get("why", ""))[:1000],
+        "sessions": names[:MOST_EPISODES], "num_sessions": len(names), "gate": figures(about.get("gate")),
+        "compared": figures(about.get("compared")), "score": sum(scores) / len(scores) if scores else None,
+    }  # fmt: skip
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """Empty where it cannot be read."""
+    try:
+        return read_object(path)
+    except (OSError, DamagedFile):
+        return {}
+
+
+def _objects(found: Any) -> list[dict[str, Any]]:
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def without_secrets(value: Any) -> Any:

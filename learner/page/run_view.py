@@ -141,6 +141,17 @@ class RunView:
         return found if found is not None and (default is None or isinstance(found, type(default))) else default
 
     @property
+    def serves(self) -> bool:
+        """Whether it is a run of `understudy serve`."""
+        return bool(self.setting("serve.enabled", False))
+
+    def require_feedback(self) -> None:
+        """Raises NoRun where nobody would store feedback."""
+        if not self.serves or (state := self.entry()["state"]) != "live":
+            told = f"a run that is {state}" if self.serves else "a run that serves no users"
+            raise NoRun(f"feedback is taken by a live run of `understudy serve`, got {told}")
+
+    @property
     def max_policy_lag(self) -> int:
         """0 where the configuration does not say."""
         return int(self.setting("buffer.max_policy_lag", 0))
@@ -162,6 +173,7 @@ class RunView:
                 "started_at": self._machine[0].get("at") if self._machine else None,
                 "seen_at": seen_at,
                 "error": None if summary is None else summary.get("error"),
+                "serves": self.serves,
             }
 
     def age_until(self) -> float:
@@ -187,7 +199,10 @@ class RunView:
                 return None
             line = self._machine[-1]
         groups_per_step = int(self.setting("buffer.groups_per_step", 0))
-        waits = waits_of(line, groups_per_step=groups_per_step, max_policy_lag=self.max_policy_lag)
+        if self.serves:
+            waits = live_waits_of(line, sessions_per_step=groups_per_step)
+        else:
+            waits = waits_of(line, groups_per_step=groups_per_step, max_policy_lag=self.max_policy_lag)
         return {**line, "waits": waits}
 
     def machine(self, *, since: float, points: int) -> dict[str, Any]:
@@ -361,6 +376,8 @@ SERIES: dict[str, Callable[[Line], Any]] = {
     "engines_waiting": lambda line: _sum(line, "waiting"),
     "tokens_per_s": lambda line: _sum(line, "tokens_per_s"),
     "kv_share": lambda line: max((_figure(engine, "kv_share") or 0.0 for engine in engines_of(line)), default=None),
+    "users": lambda line: _of(line, "live").get("users"),
+    "sessions": lambda line: _of(line, "live").get("sessions"),
     "step": lambda line: line.get("step"),
     "learner": lambda line: LEARNER.get(str(line.get("learner", "")), 2),
 }
@@ -407,17 +424,41 @@ def waits_of(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[d
         say("agents", "tasks", f"all {slots} slots are taken, with {counted(asking, 'agent')} waiting")
     elif asking and may_open == 0:
         say("agents", "learner", f"no group may open before the next update, with {counted(asking, 'agent')} waiting")
-    engines = engines_of(line)
-    prompts, waiting = _number(line, "prompts_waiting"), _sum(line, "waiting") or 0
-    if down := [str(engine.get("name")) for engine in engines if not engine.get("is_up")]:
-        say("prompts", "engines", f"{', '.join(down)} down: being started again")
-    if prompts or waiting:
-        say("prompts", "engines", f"{counted(prompts, 'prompt')} in the queue, {waiting} without room in a cache")
-    if engines and not _sum(line, "running") and not prompts and not _number(line, "generating"):
+    for why in _waits_of_prompts(line):
+        say("prompts", "engines", why)
+    if _is_idle(line):
         say("engines", "prompts", "nothing is generated and no prompt waits: agents are busy")
     if open_:
         say("groups", "agents", f"scores of members are missing in {counted(open_, 'group')}")
     return [{"who": who, "for": what, "why": why} for (who, what), why in found.items()]
+
+
+def live_waits_of(line: Line, *, sessions_per_step: int) -> list[dict[str, str]]:
+    """The waits of a run of `understudy serve`, which starts no agents: for its users, for what they say, and for its engines."""
+    groups = _of(line, "groups")
+    found = [("prompts", "engines", why) for why in _waits_of_prompts(line)]
+    if line.get("learner") == "waiting":
+        told = f"{_number(groups, 'ready')} of the {sessions_per_step} sessions of a step have ended with feedback"
+        found.append(("learner", "feedback", told))
+    if open_ := _number(groups, "open"):
+        told = f"{counted(open_, 'session')} may go on, or nothing was said of them yet"
+        found.append(("feedback", "users", told))
+    if _is_idle(line):
+        found.append(("engines", "users", "nobody asks for anything just now"))
+    return [{"who": who, "for": what, "why": why} for who, what, why in found]
+
+
+def _waits_of_prompts(line: Line) -> Iterator[str]:
+    prompts, waiting = _number(line, "prompts_waiting"), _sum(line, "waiting") or 0
+    if down := [str(engine.get("name")) for engine in engines_of(line) if not engine.get("is_up")]:
+        yield f"{', '.join(down)} down: being started again"
+    if prompts or waiting:
+        yield f"{counted(prompts, 'prompt')} in the queue, {waiting} without room in a cache"
+
+
+def _is_idle(line: Line) -> bool:
+    busy = _sum(line, "running") or _number(line, "prompts_waiting") or _number(line, "generating")
+    return bool(engines_of(line)) and not busy
 
 
 def _of(line: Line, name: str) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 Called by `learner.page.__main__`. The only place of the page that meets the server's parts: its HTTP protocol with deadlines,
 its keys, the words for causes. Invariants: it listens on loopback only; it is a process of its own, at low priority beside a run,
-and reads files, so that no run waits for it.
+and reads files, so that no run waits for it. All that it writes is feedback, which a live run is asked to store.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from buffers.ledger.episode_query import Query
 from buffers.ledger.episode_views import FilterError, Unknown
 from buffers.ledger.reader import LedgerUnreadable
 from buffers.wire.address import is_loopback
+from learner.ask import RunAway, RunRefused, ask_run
 from learner.page import reports
 from learner.page.episode_page import RunPages
 from learner.page.metric_columns import meanings
@@ -46,16 +47,21 @@ from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import SECRET_FILE, KeyRing, SecretError, read_secret, secret_of_run
 
 # The page's routes: JSON of runs, figures, episodes; bytes of token windows; events; the files that a browser loads.
-# Invariants: each answer is read for its request, in a worker thread; nothing is written.
+# Invariants: each answer is read for its request, in a worker thread; no file is written.
 
 STATIC = Path(__file__).parent / "static"
 MOST_RUNS = 20
+SOURCE = "page"
+"""Source of the feedback that is given here: one voice, however many look at the page."""
+MOST_BODY_BYTES = 1 << 16
 STATUS: dict[type[UnderstudyError], int] = {
     UnknownRun: 404,
     Unknown: 404,
     LedgerUnreadable: 409,
     NoRun: 409,
     FilterError: 422,
+    RunRefused: 422,
+    RunAway: 502,
 }
 OF_A_RUN: dict[str, Callable[[RunPages, Query], Any]] = {
     "": reports.index,
@@ -71,6 +77,7 @@ OF_A_RUN: dict[str, Callable[[RunPages, Query], Any]] = {
     "/episodes/{episode}/overview": RunPages.overview,
     "/episodes/{episode}/tokens": RunPages.tokens,
     "/untrained": reports.untrained,
+    "/versions": reports.versions,
     "/findings": lambda run, _: run.findings(),
 }
 """Path below /api/runs/{run} -> what answers."""
@@ -98,6 +105,19 @@ def build_app(runs: RunSet, *, default: str, about: Mapping[str, str]) -> Starle
         names = query.texts("runs")[:MOST_RUNS] or (default,)
         return StreamingResponse(changes.stream(names, since=since), media_type="text/event-stream")
 
+    async def feedback(request: Request) -> Response:
+        view = await asyncio.to_thread(runs.view, request.path_params["run"])
+        try:
+            given = json.loads(await request.body())
+            said = {name: given[name] for name in ("round_index", "score", "text") if given.get(name) is not None}
+            body = {**said, "session": given["session"], "source": SOURCE}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise FilterError(
+                "feedback must be an object with session, and score or text; see POST /feedback"
+            ) from None
+        await asyncio.to_thread(view.require_feedback)
+        return json_response(await ask_run(view.folder, "scorer", "feedback", body))
+
     async def index(_: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
@@ -108,6 +128,7 @@ def build_app(runs: RunSet, *, default: str, about: Mapping[str, str]) -> Starle
             Route("/api/runs", _answering(run_list)),
             Route("/api/metrics", _answering(metrics)),
             *(Route(f"/api/runs/{{run}}{path}", _answering(of_run(answer))) for path, answer in OF_A_RUN.items()),
+            Route("/api/runs/{run}/feedback", feedback, methods=["POST"]),
             Mount("/static", GZipMiddleware(StaticFiles(directory=STATIC, check_dir=False))),
         ],
         exception_handlers={UnderstudyError: _refused, 404: _unknown},
@@ -272,7 +293,8 @@ async def _linger(access: Access) -> None:
 
 # `Access` keeps the page to holders of a one-time link, whose browser gets a cookie, or of a run's admin key; adds strict headers.
 # Pure ASGI around all routes. Invariants: without one of the two, nothing is answered but that; a link opens once; a request under
-# another host's name (a page of others that resolves to this machine) is refused; the method is GET or HEAD.
+# another host's name (a page of others that resolves to this machine) is refused; the method is GET or HEAD, or a POST of feedback,
+# of at most MOST_BODY_BYTES, which a page of another origin (also of another port here) cannot send.
 
 COOKIE = "understudy_page"
 OPEN = "/open/"
@@ -330,12 +352,14 @@ class Access:
         answer: ASGIApp = self._app
         if headers.get(b"host") not in self._hosts:
             answer = _kept_out(421, path, "this page is served to this machine only, under 127.0.0.1 or localhost")
-        elif scope["method"] not in ("GET", "HEAD"):
-            answer = _kept_out(405, path, "only GET is answered: the page changes nothing")
+        elif scope["method"] not in ("GET", "HEAD") and not _is_feedback(scope):
+            answer = _kept_out(405, path, "only GET is answered, and POST of feedback: the page changes nothing else")
         elif path.startswith(OPEN):
             answer = self._open(path.removeprefix(OPEN), headers)
         elif not self._is_let_in(headers):
             answer = _kept_out(401, path, CLOSED)
+        elif scope["method"] == "POST" and (wrong := self._wrong_with(headers)):
+            answer = _kept_out(403, path, wrong)
         if answer is not self._app:
             await answer(scope, receive, _with_headers(send))
             return
@@ -371,10 +395,27 @@ class Access:
         except CookieError:
             cookie = None
         given = "" if cookie is None else cookie.value
-        if any([_same(session, given) for session in self._sessions]):
-            return True
+        return self._has_key(headers) or any([_same(session, given) for session in self._sessions])
+
+    def _has_key(self, headers: dict[bytes, str]) -> bool:
         scheme, _, key = headers.get(b"authorization", "").partition(" ")
         return scheme.lower() == "bearer" and any([_same(known, key.strip()) for known in self._admin_keys()])
+
+    def _wrong_with(self, headers: dict[bytes, str]) -> str:
+        """Why what is sent may not be written; empty: it may. A browser says which page sends it, and a program needs a key."""
+        origin, size = headers.get(b"origin"), headers.get(b"content-length", "")
+        if origin != f"http://{headers[b'host']}" if origin is not None else not self._has_key(headers):
+            return "feedback must come from this page itself, or with the run's admin key"
+        if headers.get(b"content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return "feedback must be application/json"
+        if not (size.isascii() and size.isdigit() and len(size) < 9 and int(size) <= MOST_BODY_BYTES):
+            return f"feedback must say its length, of at most {MOST_BODY_BYTES} bytes"
+        return ""
+
+
+def _is_feedback(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.startswith("/api/runs/") and path.endswith("/feedback")
 
 
 def _same(one: str, other: str) -> bool:

@@ -26,6 +26,8 @@ from buffers.errors import UnderstudyError
 CONFIG, SUMMARY, METRICS, MACHINE, LEDGER = (
     "config.yaml", "summary.json", "metrics.jsonl", "machine.jsonl", "ledger.sqlite",
 )  # fmt: skip
+VERSIONS = "versions"
+"""Folder of the versions that users of a live run are or were served."""
 SFT_FOLDER = "sft"
 """Folder of the stage before RL, below that of its run."""
 MOST_BYTES = 1 << 30

@@ -42,6 +42,11 @@ def test_a_side_call_is_told_and_no_round_is_one(seen):
     assert mark_of(seen).is_side == bool(seen["side"])
 
 
+def test_the_program_that_asks_is_the_first_word_of_its_user_agent():
+    assert mark(headers={"User-Agent": "claude-cli/2.1.197 (external, cli)"}).client == "claude-cli/2.1.197"
+    assert (mark().client, mark(headers={"user-agent": " "}).client) == ("", "")
+
+
 def test_all_requests_of_a_session_have_one_name_and_no_two_sessions_have_the_same():
     names = defaultdict(set)
     for seen in SEEN:

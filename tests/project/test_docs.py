@@ -34,15 +34,19 @@ OTHER_DOTTED = {"data.log", "env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|replay|reward|staleness|throughput|time|tracker|"
-    "val|sft"
+    "val|sft|judge|sampler|live|upstream"
 )
 METRIC_SOURCES = [
     "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/manager.py", "mocked_server/fleet/engine_watch.py",
+    "buffers/tasks/curriculum.py", "mocked_server/live_sessions.py", "mocked_server/watching.py", "env_adapters/scoring/judge.py",
 ]  # fmt: skip
 COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {f"pool/{reason}" for reason in ("scored", "failed", "closed")}
 """Metrics whose names the code puts together from parts."""
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
 COMPOSED |= {f"ledger/{name}" for name in BOOKS}
+COMPOSED |= {f"live/judge_{name}" for name in ("judged", "silent", "failed", "left_out")}
+UPSTREAM_COUNTS = ("requests", "down", "slow", "refused", "taken_over", "unreadable", "left_out")
+COMPOSED |= {f"upstream/{name}" for name in UPSTREAM_COUNTS}
 
 
 @cache

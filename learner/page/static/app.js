@@ -7,11 +7,12 @@ import { GroupView, EpisodeView } from "./views/episode.js";
 import { EpisodesView, UntrainedView } from "./views/episodes.js";
 import { MachineView } from "./views/machine.js";
 import { StepView } from "./views/step.js";
+import { VersionsView } from "./views/versions.js";
 import { WhyView } from "./views/why.js";
 
 const VIEWS = {
   machine: MachineView, curves: CurvesView, step: StepView, episodes: EpisodesView,
-  untrained: UntrainedView, group: GroupView, episode: EpisodeView, why: WhyView,
+  untrained: UntrainedView, group: GroupView, episode: EpisodeView, why: WhyView, versions: VersionsView,
 };
 
 function Page() {

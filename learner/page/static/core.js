@@ -80,6 +80,14 @@ export function clock(epochSeconds) {
   return new Date(epochSeconds * 1000).toLocaleTimeString("en-GB");
 }
 
+// When something was, as a reader of a run of weeks wants it.
+export function when(epochSeconds) {
+  if (epochSeconds === null || epochSeconds === undefined) return DASH;
+  const at = new Date(epochSeconds * 1000);
+  const isToday = at.toDateString() === new Date().toDateString();
+  return isToday ? clock(epochSeconds) : at.toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+}
+
 export function plural(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }

@@ -59,6 +59,9 @@ const first = signal(null);
 export const currentRun = computed(() => route.value.params.run ?? first.value);
 export const currentEntry = computed(() => runs.value.find((one) => one.id === currentRun.value) ?? null);
 
+// Whether the present run serves users (`understudy serve`): its episodes are their sessions.
+export const serves = computed(() => Boolean(currentEntry.value?.serves));
+
 export async function loadRuns() {
   try {
     const answer = await source.runs();

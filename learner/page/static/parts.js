@@ -1,6 +1,6 @@
 // Small parts of every view: a boundary for errors, notices, state marks, long lists, the head.
 import { Component, html, useEffect, useLayoutEffect, useRef, useState, figure, go, link, route, theme, toggleTheme } from "./core.js";
-import { connection, currentEntry, currentRun, runs } from "./data.js";
+import { connection, currentEntry, currentRun, runs, serves } from "./data.js";
 import { source } from "./sources.js";
 
 // A view that cannot be drawn says so in its place; the head and the other views stay.
@@ -33,6 +33,7 @@ export function Awaiting({ request, what }) {
 
 const TONES = {
   trained: "good", scored: "good", validated: "good", ready: "good", live: "good", working: "good",
+  served: "good", promoted: "good", refused: "bad", "given up": "idle", forgotten: "idle",
   running: "busy", leased: "busy", open: "busy", validating: "busy",
   pending: "idle", ended: "idle", closed: "idle", waiting: "idle", idle: "idle", stopped: "idle",
   failed: "bad", evicted: "bad", killed: "bad", dead: "bad", down: "bad", blocked: "warn", warning: "warn",
@@ -87,10 +88,11 @@ export function VirtualList({ label, count, rowHeight, row, onRange, selected, h
 
 // The head of the page: which run, in which state, and the views.
 
-const TABS = [
+const tabs = () => [
   ["machine", "Machine", []],
   ["curves", "Curves", ["step"]],
-  ["episodes", "Episodes", ["episode", "group"]],
+  ["episodes", serves.value ? "Sessions" : "Episodes", ["episode", "group"]],
+  ...(serves.value ? [["versions", "Versions", []]] : []),
   ["untrained", "Not trained", []],
   ["why", "Why", []],
 ];
@@ -109,7 +111,7 @@ function RunState() {
   if (!entry) return null;
   return html`<span class="run-state" aria-live="polite">
     <${State} state=${entry.state} title=${entry.error ?? ""} />
-    <span class="figure">step ${figure(entry.step)}${entry.steps_planned ? html`<span class="soft"> / ${figure(entry.steps_planned)}</span>` : ""}</span>
+    <span class="figure">step ${figure(entry.step)}${entry.steps_planned && !entry.serves ? html`<span class="soft"> / ${figure(entry.steps_planned)}</span>` : ""}</span>
     ${entry.reward_last !== null && entry.reward_last !== undefined && html`<span class="figure reward-now">reward ${figure(entry.reward_last)}</span>`}
     ${connection.value === "lost" && html`<${State} state="waiting" title="The page's server does not answer; trying again." /> <span class="soft">no answer</span>`}
     ${connection.value === "closed" && html`<span class="state bad" title="Reload the page">connection closed</span>`}
@@ -124,7 +126,7 @@ export function Header() {
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main")?.focus(); }}>Skip to content</a>
     <div class="head-run"><span class="brand">understudy</span><${RunChoice} /><${RunState} /></div>
     <nav class="tabs" aria-label="views">
-      ${TABS.map(([name, label, also]) => html`<a key=${name} href=${link(name, { params: kept })}
+      ${tabs().map(([name, label, also]) => html`<a key=${name} href=${link(name, { params: kept })}
         aria-current=${name === view || also.includes(view) ? "page" : undefined}>${label}</a>`)}
     </nav>
     <button class="theme" type="button" onClick=${toggleTheme} aria-label=${`switch to ${theme.value === "dark" ? "light" : "dark"} colours`}>

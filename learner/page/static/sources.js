@@ -69,7 +69,10 @@ function within(value, low, high) {
 function matches(one, wanted) {
   return inSteps(wanted.step, one.step)
     && (!wanted.task || one.task_id === wanted.task)
-    && (!wanted.q || `${one.task_id ?? ""} ${one.episode_id}`.includes(wanted.q))
+    && (!wanted.q || `${one.task_id ?? ""} ${one.session?.name ?? ""} ${one.session?.client ?? ""} ${one.episode_id}`.includes(wanted.q))
+    && (!wanted.user || one.session?.user === wanted.user)
+    && anyOf(wanted.session_state, one.session?.state)
+    && (!wanted.feedback || (one.session?.feedback > 0) === (wanted.feedback === "1"))
     && (!wanted.group || String(one.group_id) === String(wanted.group))
     && anyOf(wanted.state, one.state)
     && anyOf(wanted.group_state, one.group_state)
@@ -82,7 +85,7 @@ function matches(one, wanted) {
     && (!wanted.untrained || (one.state !== "running" && one.state !== "pending" && one.group_state !== "trained"));
 }
 
-const SORT_KEYS = { newest: (one) => -one.seq, oldest: (one) => one.seq, score: (one) => one.score, tokens: (one) => one.tokens, rounds: (one) => one.rounds };
+const SORT_KEYS = { newest: (one) => -one.seq, oldest: (one) => one.seq, score: (one) => one.score, tokens: (one) => one.tokens, rounds: (one) => one.rounds, heard: (one) => -(one.session?.heard_at ?? 0) };
 
 function sorted(episodes, sort = "newest") {
   const key = SORT_KEYS[sort.replace("-", "")] ?? SORT_KEYS.newest;
@@ -108,6 +111,8 @@ export function filterEpisodes(episodes, wanted) {
     reason: tally(kept, (one) => kindOf(one.reason ?? one.group_reason)),
     agent: tally(kept, (one) => one.agent),
     cause: tally(kept, (one) => one.breaks),
+    user: tally(kept, (one) => one.session?.user),
+    session_state: tally(kept, (one) => one.session?.state),
   };
   return { episodes: wanted.limit ? kept.slice(0, wanted.limit) : kept, next: null, total: kept.length, indexed: 1, facets };
 }
@@ -165,6 +170,7 @@ export function snapshotSource(snapshot) {
     },
     untrained: async (run) => of(run).untrained,
     findings: async (run) => of(run).findings,
+    versions: async (run) => found(of(run).versions, "What versions were served"),
     episode: async (run, id) => found(of(run).details[id], `Episode ${id}`),
     conversation: async (run, id, { branch = 0, start = 0, count = 200 }) => {
       const whole = found(of(run).conversations[`${id}/${branch}`], `The conversation of episode ${id}, branch ${branch},`);
@@ -180,7 +186,7 @@ export function snapshotSource(snapshot) {
   };
 }
 
-// The page's data from its server: each call one GET request, answered from a read-only connection.
+// The page's data from its server: each call one GET request, answered from a read-only connection; feedback is a POST.
 
 export class RequestFailed extends Error {
   constructor(status, sentence) {
@@ -194,10 +200,11 @@ function query(params) {
   return kept.length ? `?${new URLSearchParams(kept.map(([key, value]) => [key, String(value)]))}` : "";
 }
 
-async function ask(path, params, signal) {
+async function ask(path, params, signal, said) {
   let answer;
+  const how = said && { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(said) };
   try {
-    answer = await fetch(`api/${path}${query(params)}`, { signal, credentials: "same-origin" });
+    answer = await fetch(`api/${path}${query(params)}`, { signal, credentials: "same-origin", ...how });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
     throw new RequestFailed(0, "The page's server does not answer; start it again with `understudy page`.");
@@ -225,6 +232,8 @@ export const serverSource = {
   episodes: (run, params, signal) => json(of(run, "/episodes"), params, signal),
   order: async (run, params, signal) => new Int32Array(await bytes(of(run, "/episodes/order"), params, signal)),
   untrained: (run, signal) => json(of(run, "/untrained"), {}, signal),
+  versions: (run, signal) => json(of(run, "/versions"), {}, signal),
+  feedback: async (run, said) => (await ask(of(run, "/feedback"), {}, undefined, said)).json(),
   findings: (run, signal) => json(of(run, "/findings"), {}, signal),
   episode: (run, id, signal) => json(episodeOf(run, id), {}, signal),
   conversation: (run, id, params, signal) => json(episodeOf(run, id, "/conversation"), params, signal),

@@ -89,6 +89,27 @@ def tasks(*, first: int, of: int = 8, tokens: int = 3):
     return fill
 
 
+LIVE = (
+    "serve.enabled=true", "buffer.group_size=1", "learner.advantage=reinforce_plus_plus", "learner.critic=none", "data.tasks=",
+    "agents.command=", "env.command=",
+)  # fmt: skip
+
+
+def sessions(*, open_: int, settled: int):
+    """Fills a ledger with sessions of a user, of which so many have feedback."""
+
+    def fill(ledger) -> None:
+        for number in range(open_ + settled):
+            name = f"s{number}"
+            ledger.open_session(episode_id=name, user="ann", name=name, is_side=False, version=0).result()
+            ledger.put_round(make_round(name)).result()
+            if number < settled:
+                ledger.give_feedback(user="ann", session=name, score=1.0).result()
+                ledger.settle_session(episode_id=name, words_count=False).result()
+
+    return fill
+
+
 CASES = [
     Case(
         rule="no_model_calls",
@@ -137,6 +158,12 @@ CASES = [
         fires=lambda folder: recorded(folder).ledger(late(2)),
         quiet=lambda folder: recorded(folder).ledger(groups(*[GOOD] * 4)),
         severity=Severity.SLOWS, figure=2 / 18, says=("2 scores (11 %", "agents.deadline_s=240"),
+    ),
+    Case(
+        rule="unsaid_sessions",
+        fires=lambda folder: recorded(folder, *LIVE).ledger(sessions(open_=16, settled=4)),
+        quiet=lambda folder: recorded(folder, *LIVE).ledger(sessions(open_=12, settled=8)),
+        severity=Severity.SLOWS, figure=0.8, says=("of 80 % of 20 sessions nothing was said", "serve.judge.model=policy"),
     ),
     Case(
         rule="missing_judges",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from configs.load import load_config
-from learner.diagnosis.diagnose import ORDER, RULES, findings
+from learner.diagnosis.diagnose import OF_TASKS, ORDER, RULES, findings
 from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis import episode_cases, figure_cases
 from tests.learner.diagnosis.case import Case
@@ -54,6 +54,16 @@ def test_a_run_in_which_all_is_well_is_told_so_with_figures(tmp_path):
     assert (found.rule, found.severity, found.remedy) == ("healthy", Severity.NOTE, "")
     assert "the reward went from 0.255 to 0.691 in 12 steps; 0 % of the episodes failed" in found.sentence
     assert "policy/max_logprob_diff 2.9e-06" in found.sentence
+
+
+def test_a_run_that_serves_users_is_told_nothing_of_agents_tasks_and_scorers(tmp_path):
+    idle = {"time/wait_s": 1.6, "time/engine_idle_s": 1.5, "batch/equal_groups": 1.0}
+    told = {}
+    for name, overrides in (("tasks", ()), ("live", episode_cases.LIVE)):
+        run = RecordedRun(tmp_path / name, *overrides).steps(idle, rises=False)
+        run.ledger(episode_cases.sessions(open_=4, settled=16))
+        told[name] = {finding.rule for finding in findings(run.evidence())}
+    assert told["tasks"] >= {"idle_learner", "constant_scores"} and not told["live"] & OF_TASKS
 
 
 def test_a_reward_that_no_rule_explains_is_told_so(tmp_path):

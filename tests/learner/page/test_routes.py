@@ -65,7 +65,7 @@ def test_runs_are_listed_with_the_one_to_open(client):
     assert found["default"] == "seen" and [run["id"] for run in found["runs"]] == ["seen", "other"]
     assert found["runs"][0] | {"seen_at": 0, "folder": ""} == {
         "id": "seen", "name": "seen", "folder": "", "state": "live", "step": 2, "steps_planned": 4, "reward_last": 0.75,
-        "started_at": 1.0, "seen_at": 0, "error": None,
+        "started_at": 1.0, "seen_at": 0, "error": None, "serves": False,
     }  # fmt: skip
     assert get(client, "/api/runs/none", status=404)["error"].startswith("a run of this page is needed, got 'none'")
     assert "nothing at /api/what" in get(client, "/api/what", status=404)["error"]

@@ -25,6 +25,11 @@ UPSTREAM = {
     "demonstrations": "test_feedback_weighs_and_leaves_out", "unreadable": "test_what_lies_with_the_other_server_is_not_learned",
     "left_out": "test_what_lies_with_the_other_server_is_not_learned",
 }  # fmt: skip
+OWNED = "tests/mocked_server/test_whose_data.py"
+WHOSE = {
+    "unrecorded": "test_what_is_not_to_be_recorded_is_answered_and_leaves_nothing",
+    "forgotten": "test_a_running_run_forgets_what_its_administrator_asks_for",
+}
 LIVE = "tests/project/test_live.py::test_users_are_served_learned_from_and_found_again_after_a_kill"
 SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
@@ -44,6 +49,7 @@ def rows() -> list[Row]:
             for name in ("loss", "val_loss", "epoch", "val_loss_last", "refused")
         ],
         *[Row(f"metric live/{name}", "", LIVE) for name in ("users", "sessions")],
+        *[Row(f"metric live/{name}", "", f"{OWNED}::{test}") for name, test in WHOSE.items()],
         Row("metric sft/conversations", "", LEARNED),
         *[Row(f"metric upstream/{name}", "", f"{UP}::{test}") for name, test in UPSTREAM.items()],
         *[Row(f"metric live/judge_{name}", "", NEXT) for name in ("judged", "silent", "failed", "left_out")],

@@ -2,7 +2,7 @@
 import uPlot from "../vendor/uplot.js";
 import { Chart } from "../charts.js";
 import { html, setParams, useMemo, useState, figure, go, link, memo, useEffect, route } from "../core.js";
-import { currentRun, overlaidRuns, runs, metricRows, useRequest, ledgerNow } from "../data.js";
+import { currentRun, overlaidRuns, runs, metricRows, useRequest, ledgerNow, serves } from "../data.js";
 import { Awaiting, Notice } from "../parts.js";
 import { source } from "../sources.js";
 
@@ -26,7 +26,7 @@ export function positive(values) {
 
 // How curves are drawn, kept in the address: which metrics, which runs lie over one another, smoothing and axes.
 
-export const USUAL = ["reward/mean", "reward/std", "sft/loss", "sft/val_loss", "policy/entropy", "policy/approx_kl", "policy/clipfrac", "policy/max_logprob_diff", "staleness/mean", "batch/equal_groups", "throughput/tokens_per_s", "time/step_s", "time/wait_s", "critic/explained_variance"];
+export const USUAL = ["reward/mean", "reward/std", "sft/loss", "sft/val_loss", "policy/entropy", "policy/approx_kl", "policy/clipfrac", "policy/max_logprob_diff", "staleness/mean", "batch/equal_groups", "throughput/tokens_per_s", "time/step_s", "time/wait_s", "critic/explained_variance", "live/sessions", "live/users", "live/judge_judged", "live/judge_failed", "judge/seconds", "upstream/share", "upstream/requests"];
 export const SPREAD = "reward/spread";
 
 export function readOptions(params) {
@@ -215,7 +215,7 @@ const matching = (names, find) => [...names, SPREAD].sort().filter((name) => nam
 // What is drawn, of the names that are known so far.
 function useDrawn(options, names) {
   return useMemo(() => {
-    const shown = options.show ?? [SPREAD, ...USUAL.filter((name) => !names.length || names.includes(name))];
+    const shown = options.show ?? [SPREAD, ...USUAL.filter((name) => (!names.length || names.includes(name)) && !(serves.value && name === "batch/equal_groups"))];
     return { shown, wanted: options.find ? matching(names, options.find) : shown };
   }, [options.show?.join(), options.find, names]);
 }

@@ -3,12 +3,13 @@ import {
 
 // j and k in an episode: to the next and the one before in the list that the reader came from, whose filters are in the address.
   html, useMemo, count, useKeys, go, link, route, clock, score, useState, figure, plural, setParams, useEffect, useRef,
-  duration,
+  duration, when,
 } from "../core.js";
-import { useRequest, ledgerRevision, useThrottled } from "../data.js";
+import { useRequest, ledgerRevision, useThrottled, serves } from "../data.js";
 import { Awaiting, Notice, State } from "../parts.js";
 import { source } from "../sources.js";
-import { filtersOf } from "./episodes.js";
+import { filtersOf, listedOf } from "./episodes.js";
+import { Feedback, SessionFeedback, sayer } from "./feedback.js";
 import { TokenView } from "./tokens.js";
 
 let kept = { key: null, answer: null };
@@ -24,12 +25,13 @@ function orderOnce(key, { run, filters, seq }, signal) {
 
 export function ListWalk({ run, seq, part }) {
   const filters = filtersOf(route.value.params);
-  const key = JSON.stringify([run, filters]);
-  const order = useRequest(kept.key === key && !kept.answer.includes(seq) ? `${key} ${seq}` : key, (signal) => orderOnce(key, { run, filters, seq }, signal));
+  const listed = listedOf(filters);
+  const key = JSON.stringify([run, listed]);
+  const order = useRequest(kept.key === key && !kept.answer.includes(seq) ? `${key} ${seq}` : key, (signal) => orderOnce(key, { run, filters: listed, seq }, signal));
   const at = useMemo(() => order.data?.indexOf(seq) ?? -1, [order.data, seq]);
   const to = async (by) => {
     // A key may be quicker than the order.
-    const answer = await orderOnce(key, { run, filters, seq });
+    const answer = await orderOnce(key, { run, filters: listed, seq });
     const place = answer.indexOf(seq);
     const next = place < 0 ? undefined : answer[place + by];
     if (next === undefined) return;
@@ -45,15 +47,15 @@ export function ListWalk({ run, seq, part }) {
 
 // Every score that was reported: by which judge, when, and what became of it.
 
-const VERDICTS = { stored: "counts, unless revised", revised: "took the place of an earlier one", conflict: "refused: another value is stored", closed: "refused: the episode was closed", "no rounds": "refused: there is nothing to score" };
+const VERDICTS = { stored: "counts, unless revised", revised: "took the place of an earlier one", conflict: "refused: another value is stored", closed: "refused: the episode was closed", words: "words without a score", "no rounds": "refused: there is nothing to score" };
 
 export function ScoreTable({ scores }) {
   return html`<section class="card"><div class="card-head"><h2>Scores</h2><span class="soft">${scores.length}</span></div>
     ${scores.length === 0 ? html`<p class="card-body soft">No judge has reported a score.</p>`
     : html`<div class="table-box" tabindex="0" role="region" aria-label="scores"><table><thead><tr><th scope="col" class="number">Value</th><th scope="col">Of</th><th scope="col">Judge</th><th scope="col">Verdict</th><th scope="col">At</th></tr></thead>
-      <tbody>${scores.map((one, index) => html`<tr key=${index}><td class="number"><strong>${score(one.value)}</strong></td><td>${one.part}${one.round !== null ? ` ${one.round}` : ""}</td><td class="agent-line">${one.judge || "environment"}</td>
-        <td title=${VERDICTS[one.verdict]}>${one.verdict}</td><td class="figure">${clock(one.told_at)}</td></tr>
-        ${one.hint && html`<tr key=${`hint ${index}`}><td></td><td colspan="4" class="soft agent-line">hint: ${one.hint}</td></tr>`}`)}</tbody></table></div>`}</section>`;
+      <tbody>${scores.map((one, index) => html`<tr key=${index}><td class="number"><strong>${score(one.verdict === "words" ? null : one.value)}</strong></td><td>${one.part}${one.round !== null ? ` ${one.round}` : ""}</td><td class="agent-line">${sayer(one)}</td>
+        <td title=${VERDICTS[one.verdict]}>${one.verdict}</td><td class="figure">${serves.value ? when(one.told_at) : clock(one.told_at)}</td></tr>
+        ${one.hint && html`<tr key=${`hint ${index}`}><td></td><td colspan="4" class="soft agent-line">${serves.value ? "" : "hint: "}${one.hint}</td></tr>`}`)}</tbody></table></div>`}</section>`;
 }
 
 // The tree of an episode: its rounds in order, each in the lane of its branch, with the cause where a branch broke off.
@@ -103,7 +105,7 @@ function Part({ part }) {
   return html`<details class=${`part ${part.kind}`} open=${part.kind !== "thought" && part.text.length < 1500}><summary>${KINDS[part.kind] ?? part.kind}<span class="soft"> ${plural(part.text.length, "character")}</span></summary><${LongText} text=${part.text} /></details>`;
 }
 
-export function Turn({ turn }) {
+export function Turn({ turn, detail, run, onSaid }) {
   const seeTokens = (event) => {
     event.preventDefault();
     setParams({ part: "tokens", at: turn.token_start });
@@ -115,7 +117,8 @@ export function Turn({ turn }) {
       ${turn.token_end > turn.token_start && html`<a class="turn-tokens soft" href="#tokens" onClick=${seeTokens}>${plural(turn.token_end - turn.token_start, "token")}</a>`}</div>
     <div class="turn-body">${turn.parts.map((part, index) => html`<${Part} key=${index} part=${part} />`)}
       ${turn.parts.length === 0 && html`<span class="soft">empty</span>`}
-      ${turn.cut > 0 && html`<p class="soft">${count(turn.cut)} more characters are left out here; the tokens have them.</p>`}</div>
+      ${turn.cut > 0 && html`<p class="soft">${count(turn.cut)} more characters are left out here; the tokens have them.</p>`}
+      ${turn.sampled && detail.episode.session && html`<${Feedback} detail=${detail} run=${run} round=${turn.round} label=${`round ${turn.round}`} onSaid=${onSaid} />`}</div>
   </li>`;
 }
 
@@ -123,12 +126,12 @@ export function Turn({ turn }) {
 
 const WINDOW = 50;
 
-export function Conversation({ run, id, branch }) {
+export function Conversation({ run, id, branch, detail, onSaid }) {
   const [start, setStart] = useState(0);
   const [collapsed, setCollapsed] = useState(null);
   const box = useRef(null);
   useEffect(() => setStart(0), [id, branch]);
-  const request = useRequest(`${run} ${id} ${branch} ${start}`, (signal) => source.conversation(run, id, { branch, start, count: WINDOW }, signal));
+  const request = useRequest(`${run} ${id} ${branch} ${start}`, (signal) => source.conversation(run, id, { branch, start, count: WINDOW }, signal), detail.rounds.length);
   useEffect(() => {
     if (collapsed !== null) box.current?.querySelectorAll("details").forEach((one) => { one.open = !collapsed; });
   }, [collapsed]);
@@ -137,7 +140,7 @@ export function Conversation({ run, id, branch }) {
   const to = (next) => { setStart(next); box.current?.scrollIntoView({ block: "nearest" }); };
   return html`<section class="card" ref=${box}><div class="card-head"><h2>Conversation</h2><span class="soft">${total > WINDOW ? `turns ${count(request.data.start + 1)} to ${count(request.data.start + turns.length)} of ${count(total)}` : `${total} turns`}</span>
       <span class="push"><button type="button" onClick=${() => setCollapsed(!(collapsed ?? false))}>${collapsed ? "Unfold" : "Fold"} thoughts and tools</button></span></div>
-    <ol class="turns">${turns.map((one) => html`<${Turn} key=${`${id} ${one.n}`} turn=${one} />`)}</ol>
+    <ol class="turns">${turns.map((one) => html`<${Turn} key=${`${id} ${one.n}`} turn=${one} detail=${detail} run=${run} onSaid=${onSaid} />`)}</ol>
     ${total > WINDOW && html`<div class="card-body pager"><button type="button" disabled=${start === 0} onClick=${() => to(Math.max(0, start - WINDOW))}>Earlier turns</button>
       <button type="button" disabled=${start + WINDOW >= total} onClick=${() => to(start + WINDOW)}>Later turns</button></div>`}</section>`;
 }
@@ -155,18 +158,21 @@ function GroupWalk({ neighbours, episode, run, part }) {
 
 export function Heading({ detail, run, part }) {
   const { episode, neighbours } = detail;
-  return html`<div class="view-head episode-head"><h1 class="mono">${episode.episode_id}</h1><${State} state=${episode.state} title=${episode.reason ?? ""} />
+  const { session } = episode;
+  return html`<div class="view-head episode-head"><h1 class="mono">${session?.name || episode.episode_id}</h1>${session && html`<a href=${link("episodes", { params: { run, user: session.user } })}>${session.user}</a>`}<${State} state=${session?.state ?? episode.state} title=${episode.reason ?? ""} />
       <span class="figure">score <strong>${score(episode.score)}</strong></span>
       ${episode.step !== null && html`<a href=${link("step", { id: String(episode.step), params: { run } })}>step ${figure(episode.step)}</a>`}
-      <span class="actions"><${GroupWalk} neighbours=${neighbours} episode=${episode} run=${run} part=${part} /><${ListWalk} run=${run} seq=${episode.seq} part=${part} /></span></div>
+      <span class="actions">${!session && html`<${GroupWalk} neighbours=${neighbours} episode=${episode} run=${run} part=${part} />`}<${ListWalk} run=${run} seq=${episode.seq} part=${part} /></span></div>
     ${detail.why_untrained && html`<${Notice} tone="warn"><strong>Not trained.</strong> ${detail.why_untrained}<//>`}`;
 }
 
 export function Facts({ detail }) {
   const { episode, task, advantages } = detail;
+  const { session } = episode;
   const rows = [
+    ...(session ? [["user", session.user], ["client", session.client], ["session", session.name], ["id", episode.episode_id], ["kind", session.is_side ? "side call" : session.is_watched ? "answered by another model" : null], ["heard last", session.heard_at && when(session.heard_at)]] : []),
     ["task", episode.task_id], ["agent", episode.agent], ["source", task?.data_source], ["group is", episode.group_state], ["reason", episode.reason ?? episode.group_reason],
-    ["started", episode.started_at === null ? null : clock(episode.started_at)], ["attempt", episode.attempt > 0 ? episode.attempt + 1 : null], ["rounds", figure(episode.rounds)], ["tokens that may be trained", figure(episode.tokens)],
+    ["started", episode.started_at === null ? null : (session ? when : clock)(episode.started_at)], ["attempt", episode.attempt > 0 ? episode.attempt + 1 : null], ["rounds", figure(episode.rounds)], ["tokens that may be trained", figure(episode.tokens)],
     ["versions", episode.version === null ? null : episode.version === episode.max_version ? figure(episode.version) : `${figure(episode.version)} to ${figure(episode.max_version)}`],
     ["advantage", advantages && `${figure(advantages.mean)}${advantages.min === advantages.max ? "" : ` (${figure(advantages.min)} to ${figure(advantages.max)})`}`],
     ["ground truth", task?.ground_truth === null || task?.ground_truth === undefined ? null : typeof task.ground_truth === "string" ? task.ground_truth : JSON.stringify(task.ground_truth)],
@@ -213,7 +219,10 @@ function Parts({ part }) {
 
 export function EpisodeView({ run, id }) {
   const { params } = route.value;
-  const request = useRequest(`${run} ${id}`, (signal) => source.episode(run, id, signal));
+  const [said, setSaid] = useState(0);
+  const revision = useThrottled(ledgerRevision);
+  const onSaid = () => setSaid((number) => number + 1);
+  const request = useRequest(`${run} ${id}`, (signal) => source.episode(run, id, signal), serves.value ? `${revision} ${said}` : "");
   const detail = request.data;
   const part = params.part === "tokens" ? "tokens" : "conversation";
   if (!detail || request.error) return html`<${Awaiting} request=${request} what=${`episode ${id}`} />`;
@@ -222,7 +231,7 @@ export function EpisodeView({ run, id }) {
   return html`<${Heading} detail=${detail} run=${run} part=${params.part} />
     <div class=${`episode-parts with-${part}`}>
       <div class="stack"><${Parts} part=${part} />
-        ${part === "tokens" ? html`<${TokenView} run=${run} id=${shown} branch=${branch} advantages=${detail.advantages} />` : html`<${Conversation} run=${run} id=${shown} branch=${branch} />`}</div>
-      <div class="stack side"><${BranchTree} detail=${detail} branch=${branch} /><${ScoreTable} scores=${detail.scores} /><${Facts} detail=${detail} /></div>
+        ${part === "tokens" ? html`<${TokenView} run=${run} id=${shown} branch=${branch} advantages=${detail.advantages} />` : html`<${Conversation} run=${run} id=${shown} branch=${branch} detail=${detail} onSaid=${onSaid} />`}</div>
+      <div class="stack side">${detail.episode.session && html`<${SessionFeedback} detail=${detail} run=${run} onSaid=${onSaid} />`}<${BranchTree} detail=${detail} branch=${branch} /><${ScoreTable} scores=${detail.scores} /><${Facts} detail=${detail} /></div>
     </div>`;
 }

@@ -3,16 +3,22 @@ import {
 
 // The filters of the list of episodes: their names in the address and in a request are the same.
   html, memo, figure, score, short, link, useCallback, useEffect, useMemo, useRef, useState, count, route, setParams,
-  plural, share, useKeys, go,
+  plural, share, useKeys, go, when,
 } from "../core.js";
-import { ledgerRevision, useRequest, REFRESH_MS, useThrottled } from "../data.js";
+import { ledgerRevision, useRequest, REFRESH_MS, useThrottled, serves } from "../data.js";
 import { State, Awaiting, Notice, VirtualList } from "../parts.js";
 import { source } from "../sources.js";
 
-export const FILTERS = ["q", "step", "group", "task", "state", "group_state", "reason", "agent", "min_score", "max_score", "min_tokens", "max_tokens", "min_rounds", "max_rounds", "cause", "untrained", "sort"];
+export const FILTERS = ["q", "step", "group", "task", "state", "group_state", "reason", "agent", "min_score", "max_score", "min_tokens", "max_tokens", "min_rounds", "max_rounds", "cause", "untrained", "user", "session_state", "feedback", "sort"];
 
 export function filtersOf(params) {
   return Object.fromEntries(FILTERS.filter((name) => params[name]).map((name) => [name, params[name]]));
+}
+
+// What the list shows of a run: of one that serves users their sessions, not what the gate plays.
+export function listedOf(params) {
+  const filters = filtersOf(params);
+  return serves.value ? { sort: "heard", session_state: SESSION_STATES.join(","), ...filters } : filters;
 }
 
 export const CLEARED = Object.fromEntries(FILTERS.map((name) => [name, undefined]));
@@ -20,6 +26,7 @@ export const CLEARED = Object.fromEntries(FILTERS.map((name) => [name, undefined
 export const STATES = ["pending", "running", "scored", "failed"];
 export const GROUP_STATES = ["open", "ready", "leased", "trained", "evicted", "validating", "validated"];
 export const SORTS = [["newest", "newest first"], ["oldest", "oldest first"], ["-score", "highest score"], ["score", "lowest score"], ["-tokens", "most tokens"], ["tokens", "fewest tokens"], ["-rounds", "most rounds"], ["rounds", "fewest rounds"]];
+export const SESSION_STATES = ["open", "waiting", "trained", "forgotten", "given up"];
 
 // A row of the list. One that has not arrived yet keeps its place.
 
@@ -46,6 +53,32 @@ export const EpisodeRow = memo(({ episode: one, run, filters }) => {
     <span role="gridcell" class="e-tokens number">${short(one.tokens)}</span>
     <span role="gridcell" class="e-version number">${figure(one.version)}</span>
     <span role="gridcell" class="e-remarks clip soft" title=${told}>${told}</span>
+  </div>`;
+});
+
+// A row of the list of a run that serves users.
+
+const SESSION_HEADER = html`<div class="erow srow ehead">
+  <span role="columnheader">User</span><span role="columnheader">Session</span><span role="columnheader">Client</span><span role="columnheader">State</span><span role="columnheader" class="number">Score</span>
+  <span role="columnheader" class="number">Feedback</span><span role="columnheader" class="number">Rounds</span><span role="columnheader" class="number">Version</span><span role="columnheader">Heard</span></div>`;
+
+// The version that answered last; of a session that goes on another may answer next.
+const versionOf = (one) => one.max_version ?? one.version;
+
+const SessionRow = memo(({ episode: one, run, filters }) => {
+  if (!one) return html`<div class="erow srow absent"><span role="gridcell">…</span></div>`;
+  const { user, name, client, state, feedback, heard_at: heardAt, is_side: isSide, is_watched: isWatched } = one.session;
+  const kind = isSide ? "side call" : isWatched ? "another model" : null;
+  return html`<div class="erow srow">
+    <span role="gridcell" class="s-user clip" title=${kind ?? ""}>${kind ? `${user} · ${kind}` : user}</span>
+    <span role="gridcell" class="s-name clip" title=${`${name || "its client gave it no name"} (${one.episode_id})`}><a tabindex="-1" href=${link("episode", { id: one.episode_id, params: { run, ...filters } })}>${name || one.episode_id}</a></span>
+    <span role="gridcell" class="s-client clip soft" title=${client}>${client || "–"}</span>
+    <span role="gridcell" class="s-state"><${State} state=${state} title=${one.reason ?? ""} /></span>
+    <span role="gridcell" class="s-score number">${score(one.score)}</span>
+    <span role="gridcell" class="s-feedback number">${feedback || html`<span class="soft">0</span>`}</span>
+    <span role="gridcell" class="s-rounds number">${figure(one.rounds)}</span>
+    <span role="gridcell" class="s-version number">${figure(versionOf(one))}</span>
+    <span role="gridcell" class="s-heard soft">${when(heardAt)}</span>
   </div>`;
 });
 
@@ -133,12 +166,12 @@ function Field({ name, label, type = "text", wide }) {
   return html`<label class=${`field ${wide ? "wide" : ""}`}><span>${label}</span><input type=${type} name=${name} value=${typed} step=${type === "number" ? "any" : undefined} onInput=${change} autocomplete="off" /></label>`;
 }
 
-function Choice({ name, label, options, counts }) {
+function Choice({ name, label, options, counts, words = {}, none = "any" }) {
   const value = route.value.params[name] ?? "";
   const all = value && !options.includes(value) ? [value, ...options] : options;
   return html`<label class="field"><span>${label}</span><select name=${name} value=${value} onChange=${(event) => setParams({ [name]: event.target.value })}>
-    <option value="" selected=${value === ""}>any</option>
-    ${all.map((one) => html`<option key=${one} value=${one} selected=${one === value}>${one}${counts?.[one] !== undefined ? ` (${count(counts[one])})` : ""}</option>`)}
+    <option value="" selected=${value === ""}>${none}</option>
+    ${all.map((one) => html`<option key=${one} value=${one} selected=${one === value}>${words[one] ?? one}${counts?.[one] !== undefined ? ` (${count(counts[one])})` : ""}</option>`)}
   </select></label>`;
 }
 
@@ -170,6 +203,19 @@ export function FilterBar({ facets }) {
   </form>`;
 }
 
+function SessionFilters({ facets }) {
+  const { params } = route.value;
+  return html`<form class="filters" role="search" aria-label="filter the sessions" onSubmit=${(event) => event.preventDefault()}>
+    <${Field} name="q" label="Session or client" type="search" wide />
+    <${Choice} name="user" label="User" options=${keys(facets?.user)} counts=${facets?.user} />
+    <${Choice} name="session_state" label="State" options=${SESSION_STATES} counts=${facets?.session_state} />
+    <${Choice} name="feedback" label="Feedback" options=${["1", "0"]} words=${{ 1: "some", 0: "none" }} />
+    <${Between} label="Score" low="min_score" high="max_score" />
+    <${Choice} name="sort" label="Sort" options=${["-score", "score", "-rounds", "newest", "oldest"]} words=${Object.fromEntries(SORTS)} none="heard last" />
+    <span class="filter-actions"><button type="button" disabled=${!FILTERS.some((name) => params[name])} onClick=${() => setParams(CLEARED)}>Clear</button></span>
+  </form>`;
+}
+
 // The list of episodes: filters in the address, rows in windows, j and k to walk, Enter to open.
 
 const narrow = matchMedia("(max-width: 820px)");
@@ -186,17 +232,19 @@ function useRowHeight() {
 
 function Found({ list }) {
   const { total, indexed } = list.head.data ?? {};
-  return html`<span class="soft" aria-live="polite" data-total=${total}>${total === undefined ? "…" : plural(total, source.isSnapshot ? "sampled episode" : "episode")}</span>
-    ${indexed < 1 && html`<span class="soft">causes of breaks are known of ${share(indexed)} so far</span>`}
+  return html`<span class="soft" aria-live="polite" data-total=${total}>${total === undefined ? "…" : plural(total, `${source.isSnapshot ? "sampled " : ""}${serves.value ? "session" : "episode"}`)}</span>
+    ${indexed < 1 && !serves.value && html`<span class="soft">causes of breaks are known of ${share(indexed)} so far</span>`}
     ${list.isBehind && html`<button type="button" onClick=${list.refresh}>Show what is new</button>`}`;
 }
 
 export function EpisodesView({ run }) {
+  const isLive = serves.value;
   const asked = JSON.stringify(filtersOf(route.value.params));
   const filters = useMemo(() => JSON.parse(asked), [asked]); // the same object, so that rows are the same
+  const listed = useMemo(() => listedOf(filters), [filters, isLive]);
   const [at, setAt] = useState(-1);
   const [isDown, setIsDown] = useState(false);
-  const list = useEpisodeWindow(run, filters, { hold: isDown || at > 0 });
+  const list = useEpisodeWindow(run, listed, { hold: isDown || at > 0 });
   const rowHeight = useRowHeight();
   useEffect(() => setAt(-1), [asked]);
   const move = (by) => setAt((now) => Math.max(0, Math.min(list.count - 1, now + by)));
@@ -209,13 +257,13 @@ export function EpisodesView({ run }) {
     setIsDown(first > 0);
     list.show(first, last);
   }, [list.show]);
-  return html`<div class="view-head"><h1>Episodes</h1><${Found} list=${list} /><span class="soft hint"><kbd>j</kbd> <kbd>k</kbd> walk, <kbd>Enter</kbd> opens</span></div>
-    <${FilterBar} facets=${list.head.data?.facets} />
+  return html`<div class="view-head"><h1>${isLive ? "Sessions" : "Episodes"}</h1><${Found} list=${list} /><span class="soft hint"><kbd>j</kbd> <kbd>k</kbd> walk, <kbd>Enter</kbd> opens</span></div>
+    <${isLive ? SessionFilters : FilterBar} facets=${list.head.data?.facets} />
     ${list.head.error && html`<${Notice} tone="bad">${list.head.error.message}<//>`}
     ${!list.head.data ? html`<${Awaiting} request=${list.head} what="episodes" />` : html`<div class="card list-card">
-      <${VirtualList} label="episodes" count=${list.count} rowHeight=${rowHeight} header=${HEADER} selected=${at} onRange=${onRange}
-        row=${(index) => html`<${EpisodeRow} episode=${list.rows.get(list.seqs[index])} run=${run} filters=${filters} />`} />
-      ${list.count === 0 && html`<p class="list-empty soft">No episode matches.</p>`}</div>`}`;
+      <${VirtualList} label=${isLive ? "sessions" : "episodes"} count=${list.count} rowHeight=${rowHeight} header=${isLive ? SESSION_HEADER : HEADER} selected=${at} onRange=${onRange}
+        row=${(index) => html`<${isLive ? SessionRow : EpisodeRow} episode=${list.rows.get(list.seqs[index])} run=${run} filters=${filters} />`} />
+      ${list.count === 0 && html`<p class="list-empty soft">No ${isLive ? "session" : "episode"} matches.</p>`}</div>`}`;
 }
 
 // Why something was not trained: each reason with how often, what it means, and what to change.

@@ -1,9 +1,10 @@
 // The machine's view: stations with what flows between them, groups, and the last minutes.
 import { Chart } from "../charts.js";
 import { html, share, count, figure, short, memo, duration, score, link, useMemo, useRef, clock } from "../core.js";
-import { ledgerRevision, useRequest, useThrottled, machineNow, currentEntry } from "../data.js";
+import { ledgerRevision, useRequest, useThrottled, machineNow, currentEntry, serves } from "../data.js";
 import { Awaiting, State, Notice } from "../parts.js";
 import { source } from "../sources.js";
+import { OnWhich, useVersions } from "./versions.js";
 
 // A bar of a share, with its value in words for who cannot see it.
 export function Meter({ value, label }) {
@@ -87,6 +88,32 @@ export const STATIONS = [
   { name: "learner", label: "Learner", show: learner },
 ];
 
+// A run that serves users starts no agents: it has those who ask, and what they say of the answers.
+
+function users({ live }) {
+  return { figure: count(live?.users), unit: "users since the start", lines: [] };
+}
+
+function sessions({ live, groups: it }) {
+  return { figure: count(live?.sessions), unit: "sessions heard lately", lines: [`${count(it.open)} are open`, live?.forgotten ? `${count(live.forgotten)} forgotten` : null, live?.unrecorded ? `${count(live.unrecorded)} requests not recorded` : null] };
+}
+
+function waiting({ groups: it }) {
+  return { figure: count(it.ready), unit: "sessions to learn", lines: [`${count(it.trained)} were learned`, `${count(it.evicted)} given up`] };
+}
+
+function liveLearner(state) {
+  return { figure: figure(state.step), unit: "steps", lines: [`policy version ${figure(state.version)}`, `users are served ${figure(state.live?.served)}`], word: state.learner };
+}
+
+const LIVE_STATIONS = [
+  { name: "users", label: "Users", show: users },
+  { name: "sessions", label: "Sessions", show: sessions },
+  ...STATIONS.slice(2, 5),
+  { name: "feedback", label: "Feedback", show: waiting },
+  { name: "learner", label: "Learner", show: liveLearner },
+];
+
 // A run that starts says its phase first and has no figures yet: they are shown as absent.
 export function completed(state) {
   if (!state) return null;
@@ -108,7 +135,7 @@ export function engineFacts(engine) {
 export function Flow({ state }) {
   const behind = state.engines.filter((one) => one.is_up && one.version !== null && one.version < state.version).length;
   return html`<section class="flow" aria-label="the machine now">
-    <ol class="stations">${STATIONS.map((one) => html`<${Station} key=${one.name} station=${one} state=${state} waits=${state.waits} />`)}</ol>
+    <ol class="stations">${(serves.value ? LIVE_STATIONS : STATIONS).map((one) => html`<${Station} key=${one.name} station=${one} state=${state} waits=${state.waits} />`)}</ol>
     <p class="weights"><span>weights of version ${figure(state.version)}</span>
       <span class="soft">${behind ? `${behind} of ${state.engines.length} engines have an older one` : "in every engine"}</span></p>
   </section>`;
@@ -169,6 +196,8 @@ const PANELS = [
   { title: "Learner: 0 waits, 1 updates, 2 starts", lines: [["learner", "learner"]] },
 ];
 
+const LIVE_PANELS = [{ title: "Users and sessions", lines: [["sessions", "sessions heard lately"], ["users", "users"]] }, PANELS[1], { title: "Sessions to learn", lines: [["groups_ready", "ended with feedback"], ["groups_open", "open"]] }, ...PANELS.slice(3)];
+
 const LEARNER = { waiting: 0, updating: 1 };
 const sum = (engines, name) => engines.reduce((total, one) => total + (one[name] ?? 0), 0);
 
@@ -176,7 +205,7 @@ function row(state) {
   return {
     at: state.at, prompts_waiting: state.prompts_waiting, episodes_running: state.pool.running, slots: state.pool.slots, agents_waiting: state.pool.agents_waiting,
     groups_open: state.groups.open, groups_ready: state.groups.ready, engines_running: sum(state.engines, "running"), engines_waiting: sum(state.engines, "waiting"),
-    tokens_per_s: sum(state.engines, "tokens_per_s"), kv_share: Math.max(0, ...state.engines.map((one) => one.kv_share ?? 0)), step: state.step, learner: LEARNER[state.learner] ?? 2,
+    tokens_per_s: sum(state.engines, "tokens_per_s"), kv_share: Math.max(0, ...state.engines.map((one) => one.kv_share ?? 0)), step: state.step, users: state.live?.users, sessions: state.live?.sessions, learner: LEARNER[state.learner] ?? 2,
   };
 }
 
@@ -206,7 +235,7 @@ export function History({ history, now }) {
   const column = useColumns(history, now);
   if (column("at").length === 0) return null;
   return html`<section aria-label="the machine over time"><h2 class="section-title">Over time</h2>
-    <div class="panels">${PANELS.map((one) => html`<${Panel} key=${one.title} panel=${one} column=${column} />`)}</div></section>`;
+    <div class="panels">${(serves.value ? LIVE_PANELS : PANELS).map((one) => html`<${Panel} key=${one.title} panel=${one} column=${column} />`)}</div></section>`;
 }
 
 // The machine: its loops as they are now, what waits on what, the groups that wait to be trained, and all of it over time.
@@ -220,9 +249,14 @@ function Ending({ entry, at }) {
     ${at && html` What is drawn is the machine as it was at ${clock(at)}.`}<//>`;
 }
 
+function Served({ run }) {
+  const request = useVersions(run);
+  return request.data ? html`<${OnWhich} data=${request.data} />` : null;
+}
+
 export function MachineView({ run }) {
   const request = useRequest(run, (signal) => source.machine(run, { points: 600 }, signal));
-  const groups = useMemo(() => html`<${GroupTable} run=${run} />`, [run]); // it follows the ledger, not the machine
+  const groups = useMemo(() => html`<${serves.value ? Served : GroupTable} run=${run} />`, [run, serves.value]); // it follows the ledger, not the machine
   const pending = Awaiting({ request, what: "the machine" });
   if (pending) return pending;
   const now = completed(machineNow.value[run] ?? request.data.now);

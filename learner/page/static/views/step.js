@@ -1,15 +1,17 @@
 // One step: its figures, and the groups that it trained, each with the scores of its episodes.
 import { html, useMemo, figure, plural, score, useKeys, go, link } from "../core.js";
-import { useRequest } from "../data.js";
+import { serves, useRequest } from "../data.js";
 import { Awaiting, Notice } from "../parts.js";
 import { source } from "../sources.js";
 
 const MOST = 500;
 
+const sessionOf = ({ session, episode_id: id }) => session && `${session.user}: ${session.name || id}`;
+
 function groupsOf(episodes) {
   const groups = new Map();
   for (const one of episodes) groups.set(one.group_id, [...(groups.get(one.group_id) ?? []), one]);
-  return [...groups].map(([id, members]) => ({ id, members: members.sort((a, b) => a.sample - b.sample), task: members[0].task_id }));
+  return [...groups].map(([id, members]) => ({ id, members: members.sort((a, b) => a.sample - b.sample), task: members[0].task_id ?? sessionOf(members[0]) }));
 }
 
 function GroupRow({ group, run }) {
@@ -40,8 +42,8 @@ export function StepView({ run, id }) {
       <span class="actions"><button type="button" disabled=${step <= 0} onClick=${() => to(step - 1)}>Previous <kbd>k</kbd></button><button type="button" onClick=${() => to(step + 1)}>Next <kbd>j</kbd></button>
       <a class="button" href=${link("episodes", { params: { run, step: id } })}>Its episodes</a></span></div>
     <div class="step-parts">
-      <div>${trained.data && groups.length === 0 ? html`<${Notice}>No episode of this step is in the ledger.<//>` : !trained.data ? html`<${Awaiting} request=${trained} what="episodes" />` : html`<section class="card"><div class="card-head"><h2>Groups that it trained</h2><span class="soft">${groups.length}</span></div>
-        <div class="table-box"><table><thead><tr><th scope="col">Group</th><th scope="col">Task</th><th scope="col" class="number">Mean</th><th scope="col">Scores</th></tr></thead>
+      <div>${trained.data && groups.length === 0 ? html`<${Notice}>No episode of this step is in the ledger.<//>` : !trained.data ? html`<${Awaiting} request=${trained} what="episodes" />` : html`<section class="card"><div class="card-head"><h2>${serves.value ? "Sessions" : "Groups"} that it trained</h2><span class="soft">${groups.length}</span></div>
+        <div class="table-box"><table><thead><tr><th scope="col">Group</th><th scope="col">${serves.value ? "Session" : "Task"}</th><th scope="col" class="number">Mean</th><th scope="col">Scores</th></tr></thead>
         <tbody>${groups.map((one) => html`<${GroupRow} key=${one.id} group=${one} run=${run} />`)}</tbody></table></div></section>`}</div>
       <div>${table?.step.length ? html`<${Figures} table=${table} names=${metrics.data.names} about=${metrics.data.about} />` : metrics.data ? html`<${Notice}>This step has no figures.<//>` : html`<${Awaiting} request=${metrics} what="figures" />`}</div>
     </div>`;

@@ -8,7 +8,7 @@ from pathlib import Path
 import learner.page
 
 STATIC = Path(learner.page.__file__).with_name("static")
-MOST_BYTES = 250_000
+MOST_BYTES = 256_000
 IMPORT = re.compile(r'(?:from|import)\s*"([^"]+)"')
 
 
