@@ -348,8 +348,7 @@ class MockedServer:
         silence_s: float,
         retention_s: float | None = None,
         words_count: bool,
-        version: Callable[[], int],
-        adapter: str,
+        policy: Policy,
         watching: Watching | None = None,
     ) -> LiveSessions:
         """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
@@ -361,7 +360,7 @@ class MockedServer:
 
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, retention_s=retention_s, words_count=words_count,
-            version=version, adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
+            policy=policy, decode=self.decode, roles=() if self._roles is None else self._roles.names,
             restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason), watching=watching,
         )  # fmt: skip
         return self.sessions

@@ -186,6 +186,11 @@ class LearnerRanks:
         found: list[float] = (await self._all("logprobs_of", ids, last=last, **({"role": role} if role else {})))[0]
         return found
 
+    async def drift(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+        """See `Trainer.drift`."""
+        drift: float = (await self._all("drift", answers))[0]
+        return drift
+
     async def layer_states(self, ids: Sequence[int]) -> list[bytes]:
         """See `Trainer.layer_states`."""
         states: list[bytes] = (await self._all("layer_states", ids))[0]
