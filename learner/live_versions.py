@@ -1,12 +1,12 @@
 """The versions of the policy that users are served, in a run of `understudy serve`: what was learned is a candidate, which is
 promoted where it is not worse at the gate's tasks, else refused; any that was kept can be served again.
 
-Called by `learner.learn_loop` after an update, by the administrator's routes, and by `mocked_server.live_sessions`, which asks what
-answers a session. Each version is a folder of the run's `versions/` with its adapter and `version.json`: parent, sessions, scores,
-gate. Engines have the adapter of the newest version, with which the gate's tasks are played and a candidate's sessions are answered,
-and that of the one that users are served (`SERVED`), with `serve.sessions_keep_version` also of some before it. Invariants: users are
-served the version that `served.json` names, also after a restart; one that was refused is served only if an operator promotes it; a
-candidate is compared with the best of the versions that led to it, so that losses of several do not add up.
+Called by `learner.learn_loop` after an update, by the administrator's routes, and by `mocked_server.live_sessions`, which asks
+what answers a session. Each version is a folder of the run's `versions/` with its adapter and `version.json`: parent, sessions,
+scores, gate. Engines have the adapter of the newest version, with which the gate's tasks are played and a candidate's sessions are
+answered, and that of the one that users are served (`SERVED`), with `serve.sessions_keep_version` also of some before it.
+Invariants: users are served the version that `served.json` names, also after a restart; one that was refused is served only if an
+operator promotes it; a candidate is compared with the best of the versions that led to it, so that losses of several do not add up.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ class Versions:
         if entropy is None or not first or entropy >= self.gate.min_entropy * first:
             return None
         most = f"below {self.gate.min_entropy:g} of that"
-        return Refusal("entropy", f"its entropy is {entropy:.3g} nats, and was {first:.3g} at the first candidate: {most}")
+        return Refusal(
+            "entropy", f"its entropy is {entropy:.3g} nats, and was {first:.3g} at the first candidate: {most}"
+        )
 
     async def _weigh(self, version: int, *, parent: int, level: float, drift: Drift | None) -> Refusal | None:
         """What the gate's tasks say of a candidate."""
@@ -237,7 +239,9 @@ class Versions:
         self._tell(version, {"gate": found})
         first = next((each["gate"]["likeness"] for each in self.list() if "likeness" in each.get("gate", {})), 0.0)
         if found.get("drift", 0.0) > gate.max_drift:
-            return Refusal("drift", f"it is {found['drift']:.3g} nats per token from the model, above {gate.max_drift:g}")
+            return Refusal(
+                "drift", f"it is {found['drift']:.3g} nats per token from the model, above {gate.max_drift:g}"
+            )
         if alike is not None and alike > (most := max(gate.max_likeness, (1 + first) / 2)):
             said = f"its answers to different tasks are alike by {alike:.3f}, above {most:.3g}"
             return Refusal("likeness", f"{said}; those of the first candidate by {first:.3f}")

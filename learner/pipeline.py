@@ -78,6 +78,7 @@ from mocked_server.http.roles import Upstream
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import Newest
 from mocked_server.next_turn import ChatModel
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer

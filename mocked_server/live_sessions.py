@@ -67,7 +67,7 @@ class Policy(Protocol):
         """The version that answers a session that begins."""
 
     def adapter_of(self, version: int | None) -> tuple[int, str]:
-        """The version that answers a session that `version` answered last, and its adapter in engines; None: it is of no session."""
+        """The version that answers a session that `version` answered last, and its adapter in engines; None: of no session."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,8 +105,8 @@ class _Open:
 
 
 class LiveSessions:
-    """`policy`: which version answers a session; `roles`: the users with an adapter of their own. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an episode has
-    ended."""
+    """`policy`: which version answers a session; `roles`: the users with an adapter of their own. `restore`: makes an episode of what
+    the ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
         self,

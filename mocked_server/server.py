@@ -51,7 +51,7 @@ from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
-from mocked_server.live_sessions import LiveSessions
+from mocked_server.live_sessions import LiveSessions, Policy
 from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
 from mocked_server.next_turn import Settings as NextTurnSettings
 from mocked_server.request_context import NO_ROLE
