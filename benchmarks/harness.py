@@ -166,7 +166,7 @@ def whole_run(folder: Path, name: str, *settings: str, config: str = "demo", **o
 
 
 def metric_lines(run: Path) -> list[dict[str, Any]]:
-    """The figures of a run, as they came: of its steps, and of validations that ended later. A line that is being written is none."""
+    """The figures of a run, as they came: of its steps, and of validations that ended later. A line half written is none."""
     whole, _, _ = (run / "metrics.jsonl").read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 

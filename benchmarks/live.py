@@ -8,8 +8,8 @@ ahead of what was trained. Parts, all with the demo's tiny model:
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
   until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates of later
-  sessions alone that were promoted, of the first five, `poisoned_candidates`; `bad_version_served_s`: seconds until a version that was
-  promoted by force is taken back; `wish_promoted`: candidates that were promoted while the wish was learned, of `wish_candidates`.
+  sessions alone that were promoted, of the first five, `poisoned_candidates`; `bad_version_served_s`: seconds until a version that
+  was promoted by force is taken back; `wish_promoted`: candidates that were promoted before, of `wish_candidates`.
 - two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
   64 answers as each wished.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.

@@ -63,7 +63,7 @@ def unpaired(one: Sequence[float], other: Sequence[float], *, level: float) -> B
 
 
 def _bounds(mean: float, *, error: float, freedom: float, level: float) -> Bounds:
-    """Student's quantile from the normal one (Abramowitz and Stegun 26.7.5, three terms: within 5 % from 3 degrees of freedom on)."""
+    """Student's quantile from the normal one (Abramowitz and Stegun 26.7.5: within 5 % from 3 degrees of freedom on)."""
     z = NormalDist().inv_cdf(1 - level)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -72,8 +72,8 @@ def _bounds(mean: float, *, error: float, freedom: float, level: float) -> Bound
 
 
 def likeness(answers: Sequence[Answer]) -> float | None:
-    """How alike answers to different prompts are: the mean over pairs of ROUGE-L's F-measure on their tokens, from 0 to 1 (the same).
-    None: all prompts are the same."""
+    """How alike answers to different prompts are: the mean over pairs of ROUGE-L's F-measure on their tokens, from 0 to 1 (the
+    same). None: all prompts are the same."""
     step = max(1, len(answers) // MOST_ANSWERS)
     said = [(each.prompt, each.sampled) for each in answers[::step][:MOST_ANSWERS] if any(each.mask)]
     pairs = [

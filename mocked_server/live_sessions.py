@@ -105,8 +105,8 @@ class _Open:
 
 
 class LiveSessions:
-    """`policy`: which version answers a session; `roles`: the users with an adapter of their own. `restore`: makes an episode of what
-    the ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
+    """`policy`: which version answers a session; `roles`: the users with an adapter of their own. `restore`: makes an episode of
+    what the ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
         self,

@@ -83,8 +83,8 @@ def running_sessions(
 ) -> list[Session]:
     """The running episodes of a user's sessions of this name, the newest first. `episode_id`: only this one."""
     found = db.execute(
-        "SELECT episode_id, group_id, name, is_side, is_watched, version FROM session JOIN episode USING (episode_id) WHERE user = ? "
-        "AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
+        "SELECT episode_id, group_id, name, is_side, is_watched, version FROM session JOIN episode USING (episode_id) "
+        "WHERE user = ? AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
         (user, name, is_side, episode_id, limit),
     )
     return [
