@@ -296,7 +296,7 @@ class Versions:
 
     async def _try(self, version: int, *, parent: int, level: float) -> Refusal | None:
         """Have a candidate answer a share of the sessions that begin, until what people think of them is known well enough."""
-        gate, began = self.gate, time.time()
+        gate, began = self.gate, time.time() - 0.002  # SQLite's clock counts milliseconds
         looks, wanted = 0, gate.sessions
         trial: dict[str, Any] = {"sessions": 0, "parent_sessions": 0}
         loop, kind = asyncio.get_running_loop(), "sessions"
