@@ -125,8 +125,8 @@ def refused_candidates(run: Evidence) -> Observation | None:
     kinds = sorted((kind for kind in of_kind if of_kind[kind]), key=lambda kind: -of_kind[kind])
     gate, learner = run.config.serve.gate, run.config.learner
     remedies = {
-        "score": f"serve.gate.samples={2 * gate.samples}, more tasks, or serve.gate.margin={2 * gate.margin or 0.05:g}, if they are "
-        f"as good; else see what people gave that led there",
+        "score": f"serve.gate.samples={2 * gate.samples}, more tasks, or serve.gate.margin={2 * gate.margin or 0.05:g}, if they "
+        f"are as good; else see what people gave that led there",
         "entropy": f"learner.entropy_coef={2 * learner.entropy_coef or 0.001:g}",
         "likeness": f"learner.entropy_coef={2 * learner.entropy_coef or 0.001:g}",
         "drift": f"learner.kl.coef={2 * learner.kl.coef or 0.01:g}",

@@ -25,6 +25,7 @@ UPSTREAM = {
     "demonstrations": "test_feedback_weighs_and_leaves_out", "unreadable": "test_what_lies_with_the_other_server_is_not_learned",
     "left_out": "test_what_lies_with_the_other_server_is_not_learned",
 }  # fmt: skip
+GATE = "tests/learner/test_live_versions.py"
 LIVE = "tests/project/test_live.py::test_users_are_served_learned_from_and_found_again_after_a_kill"
 SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
@@ -44,6 +45,29 @@ def rows() -> list[Row]:
             for name in ("loss", "val_loss", "epoch", "val_loss_last", "refused")
         ],
         *[Row(f"metric live/{name}", "", LIVE) for name in ("users", "sessions")],
+        *[
+            Row(f"metric live/gate_{name}", "", f"{GATE}::test_the_more_were_refused_the_surer_the_next_one_must_be")
+            for name in (
+                "candidates",
+                "refused",
+                "refused_in_a_row",
+                "refused_for_score",
+                "difference",
+                "likeness",
+                "sessions",
+            )
+        ],
+        *[
+            Row(f"metric live/gate_{name}", "", f"{GATE}::test_a_candidate_that_drifted_from_the_model_is_refused")
+            for name in (
+                "drift",
+                "refused_for_drift",
+                "refused_for_entropy",
+                "refused_for_likeness",
+                "refused_for_sessions",
+                "refused_for_unplayed",
+            )
+        ],
         Row("metric sft/conversations", "", LEARNED),
         *[Row(f"metric upstream/{name}", "", f"{UP}::{test}") for name, test in UPSTREAM.items()],
         *[Row(f"metric live/judge_{name}", "", NEXT) for name in ("judged", "silent", "failed", "left_out")],
