@@ -7,9 +7,9 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
   until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
-- gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates that were
-  promoted after that, of `poisoned_candidates`; `bad_version_served_s`: seconds until a version that was promoted by force is taken
-  back.
+- gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates of later
+  sessions alone that were promoted, of the first five, `poisoned_candidates`; `bad_version_served_s`: seconds until a version that
+  was promoted by force is taken back; `wish_promoted`: candidates that were promoted before, of `wish_candidates`.
 - two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
   64 answers as each wished.
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
@@ -45,7 +45,7 @@ import psutil
 
 from benchmarks.harness import parser_of, play
 from benchmarks.live_others import real, takeover
-from benchmarks.live_run import QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
+from benchmarks.live_run import BATCH, QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
 from benchmarks.live_wishes import wishes
 
 
@@ -85,30 +85,17 @@ def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
     tasks = write_gate(folder / f"gate-{seed}.parquet")
     guarded = [f"serve.gate.tasks={tasks}", "serve.gate.every=2", "serve.gate.samples=2", "data.scorer=contains"]
     with LiveRun(folder, f"gate-{seed}", *TINY, *guarded, f"run.seed={seed}") as run:
-        sessions(run, has_m, until=learned, most=most, seed=seed)
-        versions = _versions(run)
-        good, before = versions["served"], {each["version"] for each in versions["versions"]}
+        scores, _ = sessions(run, has_m, until=learned, most=most, seed=seed)
+        good = _versions(run)["served"]
+        turned = len(scores) // BATCH + 1  # the last update in which a session from before may be
 
-        def five(_: list[float]) -> bool:
-            return (
-                len(
-                    [
-                        each
-                        for each in _versions(run)["versions"]
-                        if each["version"] not in before and each["state"] != "candidate"
-                    ]
-                )
-                >= 5
-            )
+        def poisoned() -> list[dict[str, Any]]:
+            return [each for each in _judged(run) if each["version"] - 2 >= turned][:5]
 
-        sessions(run, lambda text: 1 - has_m(text), until=five, most=most, seed=seed + 1)
-        after = [
-            each
-            for each in _versions(run)["versions"]
-            if each["version"] not in before and each["state"] != "candidate"
-        ]
+        sessions(run, lambda text: 1 - has_m(text), until=lambda _: len(poisoned()) >= 5, most=most, seed=seed + 1)
+        after, wished = poisoned(), [each for each in _judged(run) if each["version"] - 2 < turned]
         promoted = [each for each in after if each["state"] == "promoted"]
-        bad = max(each["version"] for each in after)
+        bad = after[-1]["version"]
         run.command("serve", "promote", str(run.folder), str(bad))
         began = time.monotonic()
         run.change(action="rollback", version=good)
@@ -116,17 +103,23 @@ def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
         served = _versions(run)["served"]
     return {
         "poisoned_promoted": len(promoted), "poisoned_candidates": len(after), "bad_version_served_s": took,
-        "served_again": served == good,
+        "served_again": served == good, "wish_candidates": len(wished),
+        "wish_promoted": sum(each["state"] == "promoted" for each in wished),
     }  # fmt: skip
 
 
 def _versions(run: LiveRun) -> dict[str, Any]:
-    folder = run.folder / "versions"
+    folder, found = run.folder / "versions", []
+    for path in folder.glob("v*/version.json"):
+        with suppress(FileNotFoundError):  # one that was never offered goes
+            found.append(json.loads(path.read_text()))
     served = json.loads((folder / "served.json").read_text())["version"]
-    return {
-        "served": served,
-        "versions": [json.loads(path.read_text()) for path in sorted(folder.glob("v*/version.json"))],
-    }
+    return {"served": served, "versions": sorted(found, key=lambda each: each["version"])}
+
+
+def _judged(run: LiveRun) -> list[dict[str, Any]]:
+    """The candidates of which the gate has said something, the oldest first."""
+    return [each for each in _versions(run)["versions"] if each["state"] != "candidate"]
 
 
 def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:

@@ -296,6 +296,8 @@ class Validated:
     scores: tuple[float, ...]
     num_failed: int = 0
     """Episodes that have no score, after all their attempts."""
+    episodes: tuple[str, ...] = ()
+    """Those that have one, in the order of `scores`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

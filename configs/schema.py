@@ -693,8 +693,22 @@ class GateConfig(Section):
     samples: PositiveInt = 1
     """Episodes of each task; a single one is greedy."""
     margin: NotNegative = 0.05
-    """A candidate is refused unless its mean score is at most this below the served version's, with 95 % certainty (one-sided, over
-    the differences of each task)."""
+    """A candidate is refused unless its mean score is at most this below that of the best of the versions that led to it, with 95 %
+    certainty over all candidates in a row (one-sided, over the differences of each task; in sessions over their scores)."""
+    min_entropy: Fraction = 0.6
+    """Share of the first candidate's entropy below which a candidate is refused."""
+    max_drift: Positive = 2.0
+    """Nats per token, in its answers to the gate's tasks, by which a candidate may be away from the model without its adapter."""
+    max_likeness: Fraction = 0.85
+    """How alike a candidate's answers to different tasks may be, from 0 to 1 (ROUGE-L over pairs); half way from the first
+    candidate's to 1, where that is more."""
+    session_share: Fraction = 0.0
+    """Share of the sessions that begin which a candidate answers that has passed the gate's tasks; it is promoted if people do not
+    give them less than the served version's of that time. The learner waits for it. 0: none."""
+    sessions: Annotated[int, Field(ge=2)] = 30
+    """Sessions with feedback of each of the two after which they are compared; then after twice as many, and so on."""
+    session_hours: Positive = 24.0
+    """Longest time for that; a candidate of which nothing is certain by then is refused."""
 
 
 class UpstreamConfig(Section):
@@ -767,6 +781,9 @@ class ServeConfig(Section):
     retention_days: Positive | None = None
     """Days after which a session of which nothing was stored meanwhile is forgotten (`understudy ledger forget`), unless it waits
     to be trained. null: what is stored is kept."""
+    sessions_keep_version: bool = False
+    """A session is answered by the version that answered it first, as long as that is among the last four that were served.
+    False: by the one that is served."""
     gate: GateConfig = GateConfig()
     upstream: UpstreamConfig = UpstreamConfig()
     judge: NextTurnConfig = NextTurnConfig()
@@ -950,6 +967,28 @@ class Config(Section):
             raise ValueError(
                 f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
                 f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
+            )
+        of_adapters = {
+            "serve.gate.session_share": self.serve.gate.session_share,
+            "serve.sessions_keep_version": self.serve.sessions_keep_version,
+        }
+        for key, value in of_adapters.items():
+            if value and not self.learner.lora.rank:
+                raise ValueError(
+                    f"{key} needs adapters, which engines have beside one another, got {key}={value} with learner.lora.rank=0; set "
+                    f"learner.lora.rank=16, or leave it out"
+                )
+            if value and self.roles:
+                raise ValueError(
+                    f"{key} is of versions of one policy, got {', '.join(self.roles)} with adapters of their own; leave roles or "
+                    f"{key} out"
+                )
+        trial = self.serve.gate.model_dump(exclude_defaults=True)
+        if not self.serve.gate.session_share and (
+            given := [key for key in ("sessions", "session_hours") if key in trial]
+        ):
+            raise ValueError(
+                f"serve.gate.{given[0]} has an effect with serve.gate.session_share only, got 0; set that to 0.1"
             )
         if self.roles and not self.learner.lora.per_role:
             raise ValueError(

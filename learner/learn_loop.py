@@ -144,6 +144,8 @@ class LearnLoop:
             self._validation.cancel()
         if self._sampling is not None:
             self._sampling.cancel()
+        if self._users is not None:
+            self._users.stop()
         return self._sampling is not None or self.step > self._schedule.start
 
     async def run(self) -> None:
@@ -262,9 +264,10 @@ class LearnLoop:
         sessions, self._new_sessions = sorted(set(self._new_sessions)), []  # steps may have been made again
         self.activity = "gate"
         self._pool.unpause()
-        is_promoted = await users.admit(self.step, episodes=sessions, entropy=entropy)
+        drift = self._learner.ranks.drift
+        is_promoted = await users.admit(self.step, episodes=sessions, entropy=entropy, drift=drift)
         await self._saved()
-        if not is_promoted and self._checkpoint is not None:
+        if is_promoted is False and self._checkpoint is not None:
             await self._learner.ranks.load(self._checkpoint.learner)
         self._saving = asyncio.create_task(self._save(), name="save")
 

@@ -90,11 +90,18 @@ def versions(action: str, words: list[str]) -> int:
         if (compared := told.get("compared")) is not None:
             print("  ".join(_mean(compared, who) for who in ("policy", "upstream")))
         for each in told["versions"]:
-            gate = each.get("gate", {})
-            scored = f"  gate {gate['mean']:.3f} (parent {gate['parent_mean']:.3f})" if "mean" in gate else ""
-            print(
-                f"{each['version']:>6}  {each['state']:<9}{scored}  {len(each.get('sessions', []))} sessions  {each.get('why', '')}"
-            )
+            gate, trial = each.get("gate", {}), each.get("trial", {})
+            parts = [
+                f"gate {gate['mean']:.3f} (version {gate.get('against', each['parent'])}: {gate['parent_mean']:.3f})"
+                if "mean" in gate
+                else "",
+                *(f"{name} {gate[name]:.3g}" for name in ("drift", "likeness") if name in gate),
+                f"users {trial['mean']:.3f} in {trial['sessions']} ({trial['parent_mean']:.3f} in {trial['parent_sessions']})"
+                if "mean" in trial
+                else "",
+                f"{len(each.get('sessions', []))} sessions", each.get("why", ""),
+            ]  # fmt: skip
+            print("  ".join([f"{each['version']:>6}", f"{each['state']:<9}", *filter(None, parts)]))
     return 0
 
 

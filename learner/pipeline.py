@@ -51,7 +51,7 @@ from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
 from learner.lessons import Lessons, compared
-from learner.live_versions import SERVED, Versions
+from learner.live_versions import Versions
 from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
@@ -78,6 +78,7 @@ from mocked_server.http.roles import Upstream
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import Newest
 from mocked_server.next_turn import ChatModel
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
@@ -557,8 +558,7 @@ class Pipeline:
                 server.serve_users(
                     buffers.ledger, keys=LiveKeys(self._folder), silence_s=config.serve.silence_s,
                     retention_s=None if config.serve.retention_days is None else 86_400 * config.serve.retention_days,
-                    words_count=config.learner.advantage == "none", adapter=SERVED if self._versions else "",
-                    version=lambda: engine.version if self._versions is None else self._versions.served or 0,
+                    words_count=config.learner.advantage == "none", policy=self._versions or Newest(engine),
                     watching=self._watching,
                 )  # fmt: skip
                 server.versions = self._versions
@@ -603,8 +603,9 @@ class Pipeline:
         read = partial(task_list, Path(gate.tasks), agent_name=players.default) if gate.tasks else None
         compare = (lambda version: compared(ledger, served=version)) if self._config.serve.upstream.url else None
         return Versions(
-            self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note, compare=compare
-        )
+            self._folder, engines=engine, ledger=ledger, gate=gate, tasks=read, say=self._display.note, compare=compare,
+            keeps_sessions=self._config.serve.sessions_keep_version,
+        )  # fmt: skip
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -734,6 +735,7 @@ class Pipeline:
                     | serving.engines.metrics()
                     | serving.others.figures()
                     | (serving.server.sessions.figures() if serving.server.sessions else {})
+                    | (self._versions.figures() if self._versions else {})
                 ),
                 # What users said lies in the ledger alone, where it can be forgotten.
                 traces=None
@@ -973,7 +975,7 @@ def engine_settings(
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
         lora_rank=config.learner.lora.rank if has_adapters else 0,
-        kept_versions=2 * len(config.adapter_roles) + 4
+        kept_versions=2 * len(config.adapter_roles) + (8 if config.serve.sessions_keep_version else 4)
         if config.serve.enabled
         else max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,

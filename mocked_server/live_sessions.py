@@ -60,10 +60,27 @@ _NUMBER = re.compile(r"(?<=[0-9a-f])[_-]\d{1,4}$")
 """What vLLM adds to a request's id for the engine: the number of a prompt in it."""
 
 
-class Settings(Protocol):
-    """The section `serve` of the configuration."""
+class Policy(Protocol):
+    """Which version answers: `learner.live_versions.Versions`."""
 
-    silence_s: float
+    def draw(self) -> int:
+        """The version that answers a session that begins."""
+
+    def adapter_of(self, version: int | None) -> tuple[int, str]:
+        """The version that answers a session that `version` answered last, and its adapter in engines; None: of no session."""
+
+
+@dataclass(slots=True, frozen=True)
+class Newest:
+    """Users are served the newest version, whichever it is. `engine`: knows it."""
+
+    engine: Any
+
+    def draw(self) -> int:
+        return int(self.engine.version)
+
+    def adapter_of(self, version: int | None) -> tuple[int, str]:
+        return self.draw(), ""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +100,13 @@ class _User:
 class _Open:
     user: _User
     session: Session
+    version: int
+    """The one that answered it last."""
 
 
 class LiveSessions:
-    """`version`: the one that users are served, now, and `adapter` its name in the engine; `roles`: the users with an
-    adapter of their own. `restore`: makes an episode of what the ledger has of it. `on_ended(episode_id, reason)`: an episode has
-    ended."""
+    """`policy`: which version answers a session; `roles`: the users with an adapter of their own. `restore`: makes an episode of
+    what the ledger has of it. `on_ended(episode_id, reason)`: an episode has ended."""
 
     def __init__(
         self,
@@ -99,8 +117,7 @@ class LiveSessions:
         silence_s: float,
         retention_s: float | None = None,
         words_count: bool,
-        version: Callable[[], int],
-        adapter: str,
+        policy: Policy,
         roles: Sequence[str] = (),
         decode: Callable[[list[int]], str] = str,
         restore: Callable[[Episode, list[Round]], LiveEpisode],
@@ -115,8 +132,7 @@ class LiveSessions:
         self._silence_s = silence_s
         self._retention_s = retention_s
         self._words_count = words_count
-        self._version = version
-        self._adapter = adapter
+        self._policy = policy
         self._roles = roles
         self._restore = restore
         self._on_ended = on_ended
@@ -139,7 +155,7 @@ class LiveSessions:
     def judges_episode(self) -> LiveEpisode:
         """What the judge of the next turn asks as: the version that users are served answers, and nothing is recorded."""
         return LiveEpisode(
-            episode=_episode(Session("judge", 0, "", False), user=""), is_recorded=False, adapter=self._adapter
+            episode=_episode(Session("judge", 0, "", False), user=""), is_recorded=False, adapter=self._served
         )
 
     def door_of(self, user: str) -> LiveEpisode:
@@ -183,7 +199,7 @@ class LiveSessions:
     def _user(self, name: str) -> _User:
         if name not in self._users:
             nowhere = _episode(Session(f"live-{name}", 0, "", False), user=name)
-            self._users[name] = _User(name, LiveEpisode(episode=nowhere, is_recorded=False, adapter=self._adapter))
+            self._users[name] = _User(name, LiveEpisode(episode=nowhere, is_recorded=False, adapter=self._served))
         return self._users[name]
 
     async def _of_name(self, user: _User, mark: SessionMark, path: str) -> LiveEpisode:
@@ -268,7 +284,7 @@ class LiveSessions:
                 user=user.name,
                 name=mark.name,
                 is_side=mark.is_side,
-                version=self._version(),
+                version=self._policy.draw(),
                 is_watched=is_watched,
                 client=mark.client,
             )
@@ -280,13 +296,20 @@ class LiveSessions:
         return self._took(user, session, self._restore(_episode(session, user=user.name), rounds))
 
     def _took(self, user: _User, session: Session, live: LiveEpisode) -> LiveEpisode:
-        live.adapter, live.is_watched = self._adapter, session.is_watched
-        self._open[session.episode_id] = _Open(user, session)
+        self._open[session.episode_id] = known = _Open(user, session, session.version)
+        live.adapter, live.is_watched = partial(self._answering, known), session.is_watched
         if session.name:
             user.named[session.name, session.is_side] = live
         elif not (session.is_side or session.is_watched):
             user.unnamed.append(live)
         return live
+
+    def _answering(self, known: _Open) -> str:
+        known.version, adapter = self._policy.adapter_of(known.version)
+        return adapter
+
+    def _served(self) -> str:
+        return self._policy.adapter_of(None)[1]
 
     def recorded(self, prompt: Prompt, round_: Round) -> None:
         """A round was stored: the client has read the id of its request in its answer."""

@@ -52,7 +52,7 @@ from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
-from mocked_server.live_sessions import LiveSessions
+from mocked_server.live_sessions import LiveSessions, Policy
 from mocked_server.next_turn import SOURCE, Ask, NextTurnJudge
 from mocked_server.request_context import NO_ROLE
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
@@ -348,8 +348,7 @@ class MockedServer:
         silence_s: float,
         retention_s: float | None = None,
         words_count: bool,
-        version: Callable[[], int],
-        adapter: str,
+        policy: Policy,
         watching: Watching | None = None,
     ) -> LiveSessions:
         """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
@@ -361,7 +360,7 @@ class MockedServer:
 
         self.sessions = LiveSessions(
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, retention_s=retention_s, words_count=words_count,
-            version=version, adapter=adapter, decode=self.decode, roles=() if self._roles is None else self._roles.names,
+            policy=policy, decode=self.decode, roles=() if self._roles is None else self._roles.names,
             restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason), watching=watching,
         )  # fmt: skip
         return self.sessions

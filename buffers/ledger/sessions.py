@@ -38,6 +38,8 @@ class Session(NamedTuple):
     is_side: bool
     is_watched: bool = False
     """Another model answers it: `serve.upstream`."""
+    version: int = 0
+    """The one that it was opened with."""
 
 
 class SessionScore(NamedTuple):
@@ -84,7 +86,7 @@ def open_session(
             (episode_id, user, name, is_side, is_watched, client),
         )
     row = read_episode(db, episode_id=episode_id)
-    return Session(episode_id, row.group_id, name, is_side, is_watched)
+    return Session(episode_id, row.group_id, name, is_side, is_watched, version)
 
 
 @operation(repeatable=True)
@@ -93,13 +95,13 @@ def running_sessions(
 ) -> list[Session]:
     """The running episodes of a user's sessions of this name, the newest first. `episode_id`: only this one."""
     found = db.execute(
-        "SELECT episode_id, group_id, name, is_side, is_watched FROM session JOIN episode USING (episode_id) WHERE user = ? "
-        "AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
+        "SELECT episode_id, group_id, name, is_side, is_watched, version FROM session JOIN episode USING (episode_id) "
+        "WHERE user = ? AND name = ? AND is_side = ? AND state = 'running' AND ? IN ('', episode_id) ORDER BY seq DESC LIMIT ?",
         (user, name, is_side, episode_id, limit),
     )
     return [
-        Session(episode, group, called, bool(side), bool(watched))
-        for episode, group, called, side, watched in found.fetchall()
+        Session(episode, group, called, bool(side), bool(watched), version)
+        for episode, group, called, side, watched, version in found.fetchall()
     ]
 
 
@@ -113,14 +115,15 @@ def take_over(db: sqlite3.Connection, *, episode_id: str) -> bool:
 
 
 @operation(repeatable=True)
-def session_scores(db: sqlite3.Connection, *, episode_id: str = "") -> list[SessionScore]:
-    """Those of all sessions that people gave a score, or of one."""
+def session_scores(db: sqlite3.Connection, *, episode_id: str = "", since: float = 0.0) -> list[SessionScore]:
+    """Those of all sessions that people gave a score, or of one. `since`: of those that began after that time."""
     found = db.execute(
         "SELECT session.episode_id, is_watched, version, coalesce(avg(CASE part WHEN 'whole' THEN value END), avg(value)) FROM "
         "(SELECT max(score_id) AS latest FROM score WHERE part IN ('whole', 'round') AND verdict IN ('stored', 'revised') "
         "AND ? IN ('', episode_id) GROUP BY episode_id, part, round_index, judge) JOIN score ON score_id = latest "
-        "JOIN session USING (episode_id) JOIN episode USING (episode_id) WHERE is_side = 0 GROUP BY session.episode_id",
-        (episode_id,),
+        "JOIN session USING (episode_id) JOIN episode USING (episode_id) WHERE is_side = 0 AND started_at >= ? "
+        "GROUP BY session.episode_id",
+        (episode_id, since),
     )
     return [SessionScore(name, bool(watched), version, score) for name, watched, version, score in found.fetchall()]
 

@@ -46,9 +46,14 @@ def validated(db: sqlite3.Connection, group_ids: Sequence[int]) -> list[Validate
         ).fetchone()
         if row is not None:
             scores = db.execute(
-                "SELECT score FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
+                "SELECT score, episode_id FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index",
+                (group_id,),
             ).fetchall()
             task_id, data_source, num_failed = row
-            kept = tuple(score for (score,) in scores)
-            found.append(Validated(task_id=task_id, data_source=data_source, scores=kept, num_failed=num_failed))
+            kept, episodes = tuple(score for score, _ in scores), tuple(name for _, name in scores)
+            found.append(
+                Validated(
+                    task_id=task_id, data_source=data_source, scores=kept, num_failed=num_failed, episodes=episodes
+                )
+            )
     return found

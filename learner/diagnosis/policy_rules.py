@@ -33,6 +33,13 @@ PLUNGE = 0.2
 """Part of the entropy that a step takes away in a plunge; where a run learns well it is some hundredths."""
 LARGE_KL, HUGE_KL = 0.05, 0.2
 """Nats between the policies before and after a step."""
+REFUSED, MANY_REFUSED = 3, 8
+"""Candidates in a row that the gate of a live run refuses."""
+REFUSED_FOR = {
+    "score": "their score at its tasks", "entropy": "a fall of their entropy", "likeness": "answers that are alike",
+    "drift": "their drift from the model", "sessions": "what users think of their sessions", "unplayed": "tasks that failed",
+}  # fmt: skip
+"""What `learner.live_versions` refuses for, in words."""
 SCALED = ("dr_grpo", "rloo", "remax", "opo", "gpg", "otb")
 """Advantages that grow with the scores; so does their gradient's limit."""
 
@@ -106,6 +113,29 @@ def drift(run: Evidence) -> Observation | None:
         by_share(most, harms=100.0 * limit),
     )  # no rounding any more
     return Observation(most, sentence, drift_remedy(run.config), severity, name)
+
+
+@rule("live/gate_refused_in_a_row", slows=REFUSED, harms=MANY_REFUSED)
+def refused_candidates(run: Evidence) -> Observation | None:
+    """The gate of a live run has refused at least the last 3 candidates."""
+    number = run.last("live/gate_refused_in_a_row")
+    of_kind = {kind: int(run.last(f"live/gate_refused_for_{kind}")) for kind in REFUSED_FOR}
+    if number < REFUSED or not any(of_kind.values()):
+        return None
+    kinds = sorted((kind for kind in of_kind if of_kind[kind]), key=lambda kind: -of_kind[kind])
+    gate, learner = run.config.serve.gate, run.config.learner
+    remedies = {
+        "score": f"serve.gate.samples={2 * gate.samples}, more tasks, or serve.gate.margin={2 * gate.margin or 0.05:g}, if they "
+        f"are as good; else see what people gave that led there",
+        "entropy": f"learner.entropy_coef={2 * learner.entropy_coef or 0.001:g}",
+        "likeness": f"learner.entropy_coef={2 * learner.entropy_coef or 0.001:g}",
+        "drift": f"learner.kl.coef={2 * learner.kl.coef or 0.01:g}",
+        "sessions": f"serve.gate.session_share={min(0.5, 2 * gate.session_share) or 0.1:g}, or a wider serve.gate.margin",
+        "unplayed": f"see {run.folder / 'log.txt'} on why tasks of {gate.tasks} fail",
+    }
+    causes = ", ".join(f"{of_kind[kind]} for {REFUSED_FOR[kind]}" for kind in kinds)
+    told = f"the gate refused the last {number:.0f} candidates ({causes}): users are served what was learned before."
+    return Observation(number, told, f"{remedies[kinds[0]]} (`understudy serve status {run.folder}` has the figures)")
 
 
 @rule("policy/is_masked", slows=LOST, harms=MANY_LOST, stops=0.99)

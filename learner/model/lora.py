@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ def _start(layer: Any, *, name: str) -> None:
         if part[ADAPTER].weight.is_meta:
             part[ADAPTER].to_empty(device="cpu")
     layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+
+@contextmanager
+def without_adapter(lm: nn.Module) -> Iterator[None]:
+    """In the block it is the model without its adapter, on which no gradient is asked for."""
+    layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
+    scalings = [layer.scaling[ADAPTER] for layer in layers]
+    for layer in layers:
+        layer.scaling[ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling[ADAPTER] = scaling
 
 
 def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Iterator[tuple[str, Tensor]]:

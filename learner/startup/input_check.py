@@ -88,6 +88,11 @@ def check_files(config: Config, *, resumes: bool) -> None:
         for path in filter(None, paths):
             if not is_dataset(path) and (not is_made or Path(path).is_file()):
                 check_tasks(key, path, first=FIRST_ROWS)
+    gate = config.serve.gate.tasks
+    if gate and not is_dataset(gate) and len(list(islice(read_tasks(Path(gate).absolute()), 2))) < 2:
+        raise TaskError(
+            f"serve.gate.tasks must have tasks to compare versions by, at least 2, got fewer in {gate}; add some"
+        )
     for key, path in shown.items():
         if not is_made or Path(path).is_file():
             check_demonstrations(key, path)

@@ -42,6 +42,7 @@ async def prepare_files(
     if config.data.make and (missing := [path for path in named if path and not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
     keys = {path: "data.tasks" for path in files} | {config.data.validation.tasks: "data.validation.tasks"}
+    keys |= {config.serve.gate.tasks: "serve.gate.tasks"}
     agents: set[str | None] = set()
     for path, key in keys.items():
         if path:
@@ -50,7 +51,7 @@ async def prepare_files(
                     f"{key}={path}: nothing is read of the columns {', '.join(unread)}; docs/agents.md#tasks names those that are"
                 )
             names = await asyncio.to_thread(partial(check_tasks, key, path, check=players.check))
-            agents |= names.keys()
+            agents |= names.keys() if path != config.serve.gate.tasks else set()
             if players.names is not None:
                 _check_agent_names(Path(path), names, players.names)
     if None in agents and players.default is not None and players.loops is None:

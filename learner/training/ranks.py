@@ -163,6 +163,7 @@ class LearnerRanks:
     layout_line = _called(Trainer.layout_line)
     probe_prompt = _called(Trainer.probe_prompt)
     layer_states = _called(Trainer.layer_states)
+    drift = _called(Trainer.drift)
     load = _called(Trainer.load)
     versions = _called(RoleTrainer.versions)
 

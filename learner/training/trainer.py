@@ -48,7 +48,7 @@ from learner.model.engine_rounding import round_as_engine
 from learner.model.fsdp import EPS, make_adamw
 from learner.model.layers import Work, layers_of, matmul_rate
 from learner.model.load import load_policy
-from learner.model.lora import LoraConfig, add_adapter
+from learner.model.lora import LoraConfig, add_adapter, without_adapter
 from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
@@ -380,6 +380,19 @@ class Trainer:
             0
         ].tolist()
         return logprobs
+
+    def drift(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+        """Mean log-probability of the tokens of some rows (ids, mask) over that in the model without its adapter, in nats: the KL
+        from it where the policy has sampled them. All ranks call this."""
+        rows = Sequences(
+            [np.array(ids, dtype=np.int32) for ids, _ in answers],
+            masks=[np.array(mask, dtype=np.uint8) for _, mask in answers],
+        )
+        given = rows if self.layout.packs else PaddedSequences(rows)
+        logprobs = self._sweep(given, critic=False)[0]
+        with without_adapter(self._policy.lm):
+            base = self._sweep(given, critic=False)[0]
+        return float((logprobs - base).mean())
 
     def layer_states(self, ids: Sequence[int]) -> list[bytes]:
         """[layers] of [hidden] float32: the state of the row's last token behind each layer. All ranks call this."""

@@ -93,8 +93,8 @@ class LiveEpisode:
     """Name of the worker that leased it, empty for those without one; None: it is played in this project."""
     is_recorded: bool = True
     """False: its requests are answered, and nothing of them is stored or remembered."""
-    adapter: str = ""
-    """The adapter that its requests are answered with, by name; empty: the newest of the policy."""
+    adapter: Callable[[], str] = str
+    """The adapter that a request is answered with now, by name; empty: the newest of the policy."""
     is_watched: bool = False
     """Another model answers it: `serve.upstream`."""
     requests: int = 0

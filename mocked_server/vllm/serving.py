@@ -313,7 +313,8 @@ class QueueClient:
         if call is not None and call.extra_args:
             params.extra_args = {**(params.extra_args or {}), **call.extra_args}
         reply = PendingReply()
-        adapter = {ADAPTER_OF: live.adapter} if live and live.adapter else {}
+        name = "" if live is None else live.adapter()
+        adapter = {ADAPTER_OF: name} if name else {}
         live = live if live is None or live.is_recorded else None
         prompt = Prompt(
             request_id=request_id,

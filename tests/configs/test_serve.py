@@ -28,6 +28,13 @@ from configs.load import ConfigError, load_config, shipped
             ["roles={ann: {}}", "learner.lora.per_role=true", "serve.gate.tasks=g.parquet", "data.scorer=contains"],
             "serve.gate compares versions of one policy",
         ),
+        (["serve.gate.session_share=0.1", "learner.lora={rank: 0, alpha: 16}"], "serve.gate.session_share needs adapters"),
+        (["serve.sessions_keep_version=true", "learner.lora={rank: 0, alpha: 16}"], "serve.sessions_keep_version needs adapters"),
+        (
+            ["roles={ann: {}}", "learner.lora.per_role=true", "serve.gate.session_share=0.1"],
+            "serve.gate.session_share is of versions of one policy",
+        ),
+        (["serve.gate.sessions=9"], "serve.gate.sessions has an effect with serve.gate.session_share only"),
         (["serve.gate.margin=-1"], "serve.gate.margin"),
         (["serve.gate.every=0"], "serve.gate.every"),
         (["serve.upstream.url=http://h/v1"], "terms_allow_learning must be true, got false"),

@@ -25,6 +25,7 @@ from buffers.training_rows import TokenTree
 from configs.schema import RolloutConfig, UpstreamConfig
 from mocked_server.http.roles import Upstream
 from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import Newest
 from mocked_server.watching import DEMONSTRATIONS, FOLDER, Watching, weighed
 from tests.support.patience import PATIENCE_S
 from tests.support.scripted_upstream import KEY, asked_of, scripted_upstream
@@ -64,7 +65,7 @@ class Live(ServerThread):
             upstream, folder=self.run, ledger=self.ledger, settings=config, num_promoted=lambda: self.promoted, seed=7
         )
         sessions = self.server.serve_users(
-            self.ledger, keys=self.keys, silence_s=SILENCE_S, words_count=True, version=lambda: 0, adapter="",
+            self.ledger, keys=self.keys, silence_s=SILENCE_S, words_count=True, policy=Newest(self.engine),
             watching=self.watching,
         )  # fmt: skip
         self.generation.on_round = sessions.recorded

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import anthropic
 import numpy as np
@@ -22,10 +23,12 @@ from learner import live
 from mocked_server import live_sessions
 from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.live_keys import LiveKeys
-from mocked_server.live_sessions import LiveSessions
+from mocked_server.live_sessions import LiveSessions, Newest
 from tests.support.buffer_parts import make_round
 from tests.support.live_week import live_through
 from tests.support.server_parts import ServerThread
+
+FIRST = Newest(SimpleNamespace(version=0))
 
 DAY_S = 86_400.0
 NONE = {"x-understudy-record": "none"}
@@ -46,7 +49,7 @@ class Served:
         def serve() -> None:
             start()
             self.sessions = self.server.server.serve_users(
-                self.server.ledger, keys=self.keys, silence_s=600.0, words_count=False, version=lambda: 0, adapter=""
+                self.server.ledger, keys=self.keys, silence_s=600.0, words_count=False, policy=FIRST
             )
             self.server.generation.on_round = self.sessions.recorded
 
@@ -78,7 +81,7 @@ def unasked(ledger: Ledger, *, retention_s: float | None) -> LiveSessions:
     assert ledger.path is not None
     return LiveSessions(
         ledger, keys=LiveKeys(ledger.path.with_name("run")), episodes=Episodes(), silence_s=60.0, retention_s=retention_s,
-        words_count=False, version=lambda: 0, adapter="", restore=lambda *_: pytest.fail("none is open"),
+        words_count=False, policy=FIRST, restore=lambda *_: pytest.fail("none is open"),
         on_ended=lambda *_: None,
     )  # fmt: skip
 

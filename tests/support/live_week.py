@@ -10,6 +10,7 @@ import asyncio
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from buffers.ledger.ledger import Ledger
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.live_keys import LiveKeys
-from mocked_server.live_sessions import LiveSessions
+from mocked_server.live_sessions import LiveSessions, Newest
 from tests.support.buffer_parts import make_round
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -47,7 +48,7 @@ async def live_through(
     episodes = Episodes()
     with Ledger(path) as ledger:
         sessions = LiveSessions(
-            ledger, keys=keys, episodes=episodes, silence_s=1e-6, words_count=False, version=lambda: 0, adapter="",
+            ledger, keys=keys, episodes=episodes, silence_s=1e-6, words_count=False, policy=Newest(SimpleNamespace(version=0)),
             retention_s=None if retention_days is None else retention_days * DAY_S, restore=_never,
             on_ended=lambda *_: None,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from mocked_server.generation import Generation
 from mocked_server.http.roles import Roles
 from mocked_server.keys import KeyRing
 from mocked_server.live_keys import LiveKeys
+from mocked_server.live_sessions import Newest, Policy
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
@@ -151,6 +152,8 @@ class ServerThread:
         self._roles = roles
         self.users = None if users is None else LiveKeys(users)
         self._silence_s = silence_s
+        self.policy: Policy | None = None
+        """Which version answers users; None: the newest."""
         self._judge = judge
         self._args = make_args(settings)
         self._vllm_config = make_vllm_config(self._args)
@@ -205,8 +208,8 @@ class ServerThread:
         self.server.on_ended = self.generation.forget
         if self.users is not None:
             sessions = self.server.serve_users(
-                self.ledger, keys=self.users, silence_s=self._silence_s, words_count=False, adapter="",
-                version=lambda: self.engine.version,
+                self.ledger, keys=self.users, silence_s=self._silence_s, words_count=False,
+                policy=self.policy or Newest(self.engine),
             )  # fmt: skip
             self.generation.on_round = sessions.recorded
             if self._judge is not None:

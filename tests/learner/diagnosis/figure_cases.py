@@ -105,6 +105,14 @@ CASES = [
         severity=Severity.STOPS, figure=1.0, says=("learner.rejection.kind=none",),
     ),
     Case(
+        rule="refused_candidates",
+        fires=recorded(
+            figures={"live/gate_refused_in_a_row": 4.0, "live/gate_refused_for_score": 1.0, "live/gate_refused_for_drift": 3.0}
+        ),
+        quiet=recorded(figures={"live/gate_refused_in_a_row": 2.0, "live/gate_refused_for_drift": 2.0}),
+        severity=Severity.SLOWS, figure=4.0, says=("3 for their drift from the model, 1 for their score", "learner.kl.coef="),
+    ),
+    Case(
         rule="idle_replay",
         fires=recorded(*REPLAYS, "buffer.replay.only=all", figures={"replay/counted_share": 0.0}),
         quiet=recorded(*REPLAYS, "buffer.replay.only=all", figures={"replay/counted_share": 0.6}),

@@ -30,6 +30,7 @@ WHOSE = {
     "unrecorded": "test_what_is_not_to_be_recorded_is_answered_and_leaves_nothing",
     "forgotten": "test_a_running_run_forgets_what_its_administrator_asks_for",
 }
+GATE = "tests/learner/test_live_versions.py"
 LIVE = "tests/project/test_live.py::test_users_are_served_learned_from_and_found_again_after_a_kill"
 SFT_ALONE = "tests/learner/test_sft_loop.py::test_a_resumed_stage_makes_the_updates_that_were_left"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
@@ -50,6 +51,29 @@ def rows() -> list[Row]:
         ],
         *[Row(f"metric live/{name}", "", LIVE) for name in ("users", "sessions")],
         *[Row(f"metric live/{name}", "", f"{OWNED}::{test}") for name, test in WHOSE.items()],
+        *[
+            Row(f"metric live/gate_{name}", "", f"{GATE}::test_the_more_were_refused_the_surer_the_next_one_must_be")
+            for name in (
+                "candidates",
+                "refused",
+                "refused_in_a_row",
+                "refused_for_score",
+                "difference",
+                "likeness",
+                "sessions",
+            )
+        ],
+        *[
+            Row(f"metric live/gate_{name}", "", f"{GATE}::test_a_candidate_that_drifted_from_the_model_is_refused")
+            for name in (
+                "drift",
+                "refused_for_drift",
+                "refused_for_entropy",
+                "refused_for_likeness",
+                "refused_for_sessions",
+                "refused_for_unplayed",
+            )
+        ],
         Row("metric sft/conversations", "", LEARNED),
         *[Row(f"metric upstream/{name}", "", f"{UP}::{test}") for name, test in UPSTREAM.items()],
         *[Row(f"metric live/judge_{name}", "", NEXT) for name in ("judged", "silent", "failed", "left_out")],
