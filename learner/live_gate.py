@@ -16,7 +16,7 @@ LEVEL = 0.05
 MOST_ANSWERS = 64
 """Answers that are compared with one another."""
 MOST_TOKENS = 512
-"""Of an answer, the first."""
+"""First tokens of an answer that are compared."""
 
 
 class Answer(NamedTuple):
@@ -49,13 +49,13 @@ def level_of(tried: int) -> float:
 
 
 def paired(differences: Sequence[float], *, level: float) -> Bounds:
-    """Of differences task by task, at least two."""
+    """Bounds of the mean of differences task by task, at least two."""
     error = sqrt(variance(differences) / len(differences))
     return _bounds(fmean(differences), error=error, freedom=len(differences) - 1, level=level)
 
 
 def unpaired(one: Sequence[float], other: Sequence[float], *, level: float) -> Bounds:
-    """Of the mean of one sample to that of another, at least two each (Welch)."""
+    """Bounds of the mean of one sample less that of another, at least two each (Welch)."""
     parts = [variance(each) / len(each) for each in (one, other)]
     below = sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
     freedom = sum(parts) ** 2 / below if below else 1.0

@@ -86,7 +86,7 @@ def _start(layer: Any, *, name: str) -> None:
 
 @contextmanager
 def without_adapter(lm: nn.Module) -> Iterator[None]:
-    """In the block it is the model without its adapter, on which no gradient is asked for."""
+    """The model without its adapter, on which no gradient is asked for, within the block."""
     layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:

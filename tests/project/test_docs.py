@@ -45,6 +45,9 @@ COMPOSED = {f"sft/{name}" for name in SFT_FIGURES} | {f"pool/{reason}" for reaso
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
 COMPOSED |= {f"ledger/{name}" for name in BOOKS}
 COMPOSED |= {f"live/judge_{name}" for name in ("judged", "silent", "failed", "left_out")}
+REFUSED_FOR = ("score", "entropy", "drift", "likeness", "sessions", "unplayed")
+COMPOSED |= {f"live/gate_{name}" for name in ("difference", "drift", "likeness")}
+COMPOSED |= {f"live/gate_refused_for_{kind}" for kind in REFUSED_FOR}
 UPSTREAM_COUNTS = ("requests", "down", "slow", "refused", "taken_over", "unreadable", "left_out")
 COMPOSED |= {f"upstream/{name}" for name in UPSTREAM_COUNTS}
 
@@ -169,7 +172,7 @@ def test_routes_that_the_documents_name_are_served():
 
 
 def metrics_in_the_code() -> set[str]:
-    literal = re.compile(rf"({METRIC_GROUPS})/[a-z][a-z0-9_]*")
+    literal = re.compile(rf"({METRIC_GROUPS})/[a-z][a-z0-9_]*[a-z0-9]")
     names = {
         node.value
         for pattern in METRIC_SOURCES

@@ -24,7 +24,8 @@ from tests.support.run_parts import ROOT, STARTED
 
 WORDS = [
     "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5", "buffer.groups_per_step=4",
-    "serve.gate.every=2", "serve.gate.margin=2", "data.scorer=contains",
+    "serve.gate.every=2", "serve.gate.margin=2", "serve.gate.session_share=0.5", "serve.gate.sessions=4",
+    "serve.sessions_keep_version=true", "data.scorer=contains",
 ]  # fmt: skip
 
 
@@ -88,6 +89,19 @@ class Live:
         found: list[dict[str, object]] = json.loads((self.folder / "versions" / "served.json").read_text())["history"]
         return found
 
+    def answered(self, session: str) -> set[int]:
+        """Versions that answered a session of this name."""
+        listed = self.command(
+            "ledger", "episodes", str(self.folder), "--where", "user=ann", "--limit", "9999", "--json"
+        )
+        found = [json.loads(line) for line in listed.splitlines()]
+        return {
+            version
+            for each in found
+            if each["session"]["name"] == session
+            for version in (each["version"], each["max_version"])
+        }
+
     @property
     def gated(self) -> list[dict[str, object]]:
         found = [json.loads(path.read_text()) for path in self.folder.glob("versions/v*/version.json")]
@@ -122,6 +136,9 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     process = live.start()
     clients = clients_of(live, keys)
 
+    kept = {"x-session-id": "kept"}
+    ask(clients["ann"], "Say a word.", extra_headers=kept)
+
     def use() -> bool:
         for name, client in clients.items():
             reply = ask(client, "Say a word.")
@@ -136,9 +153,14 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     assert {step["live/users"] for step in live.steps[1:]} == {2}
     assert all(step["live/sessions"] > 0 for step in live.steps)
     assert max(step["policy/max_logprob_diff"] for step in live.steps) < 1e-4
-    assert all(each["state"] == "promoted" and each["gate"]["tasks"] == 4 for each in live.gated)
+    for each in live.gated:
+        assert each["state"] == "promoted" and each["gate"]["tasks"] == 4 and abs(each["gate"]["drift"]) < 2.0
+        assert min(each["trial"]["sessions"], each["trial"]["parent_sessions"]) >= 4
     before = live.history[-1]["version"]
     assert before > 0
+    ask(clients["ann"], "Say a word.", extra_headers=kept)
+    ask(clients["ann"], "Say a word.", extra_headers={"x-session-id": "begun now"})
+    assert live.answered("kept") == {0} and live.answered("begun now") == {before}
     assert "version 0 is served" in live.command("serve", "rollback", str(live.folder), "0")
     assert (0, "by hand") in [(each["version"], each["why"]) for each in live.history]
     assert f"{before:>6}  promoted" in live.command("serve", "status", str(live.folder))
