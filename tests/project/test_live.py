@@ -24,8 +24,7 @@ from tests.support.run_parts import ROOT, STARTED
 
 WORDS = [
     "server.port=0", "rollout.max_tokens=6", "rollout.max_model_len=512", "serve.silence_s=0.5", "buffer.groups_per_step=4",
-    "serve.gate.every=2", "serve.gate.margin=2", "serve.gate.session_share=0.5", "serve.gate.sessions=4",
-    "serve.sessions_keep_version=true", "data.scorer=contains",
+    "serve.gate.every=2", "serve.gate.margin=2", "data.scorer=contains",
 ]  # fmt: skip
 
 
@@ -132,6 +131,7 @@ def ask(client: openai.OpenAI, text: str, **more):
 @pytest.mark.long(minutes=3)
 def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     live = Live(tmp_path)
+    live.words += ["serve.gate.session_share=0.5", "serve.gate.sessions=4", "serve.sessions_keep_version=true"]
     keys = {name: live.command("serve", "keys", "add", name, *live.words).strip() for name in ("ann", "bob")}
     process = live.start()
     clients = clients_of(live, keys)
