@@ -698,7 +698,8 @@ class GateConfig(Section):
     min_entropy: Fraction = 0.6
     """Share of the first candidate's entropy below which a candidate is refused."""
     max_drift: Positive = 2.0
-    """Nats per token, in its answers to the gate's tasks, by which a candidate may be away from the model without its adapter."""
+    """Nats per token, in its answers to the gate's tasks, by which a candidate may be away from the model without its adapter. With
+    `serve.upstream` it is not looked at: what is learned there is another model."""
     max_likeness: Fraction = 0.85
     """How alike a candidate's answers to different tasks may be, from 0 to 1 (ROUGE-L over pairs); half way from the first
     candidate's to 1, where that is more."""

@@ -264,7 +264,9 @@ class LearnLoop:
         sessions, self._new_sessions = sorted(set(self._new_sessions)), []  # steps may have been made again
         self.activity = "gate"
         self._pool.unpause()
-        drift = self._learner.ranks.drift
+        drift = (
+            self._learner.ranks.drift if self._lessons is None else None
+        )  # what was watched is meant to lead far away
         is_promoted = await users.admit(self.step, episodes=sessions, entropy=entropy, drift=drift)
         await self._saved()
         if is_promoted is False and self._checkpoint is not None:
