@@ -404,7 +404,8 @@ class Access:
     def _wrong_with(self, headers: dict[bytes, str]) -> str:
         """Why what is sent may not be written; empty: it may. A browser says which page sends it, and a program needs a key."""
         origin, size = headers.get(b"origin"), headers.get(b"content-length", "")
-        if origin != f"http://{headers[b'host']}" if origin is not None else not self._has_key(headers):
+        here = [f"{scheme}://{headers[b'host']}" for scheme in ("http", "https")]  # a proxy may have the certificate
+        if origin not in here if origin is not None else not self._has_key(headers):
             return "feedback must come from this page itself, or with the run's admin key"
         if headers.get(b"content-type", "").partition(";")[0].strip().lower() != "application/json":
             return "feedback must be application/json"

@@ -132,6 +132,7 @@ def test_feedback_goes_to_the_run_in_the_name_of_the_page(client, monkeypatch):
         ({"origin": HERE, "content-type": "text/plain"}, 403), ({"origin": HERE, "content-length": "99999999"}, 403),
         ({"origin": "https://evil.example", "authorization": "Bearer us-admin"}, 403),
         ({"authorization": "Bearer us-admin"}, 502), ({"origin": HERE}, 502),
+        ({"origin": f"https://127.0.0.1:{PORT}"}, 502),
     ],
 )  # fmt: skip
 def test_feedback_of_another_page_is_refused(client, headers, status):
