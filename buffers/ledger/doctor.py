@@ -99,6 +99,7 @@ NEWEST_GROUPS = 256
 """Groups with scores that are looked at in detail."""
 NEWEST_EPISODES = 512
 """Scored episodes of these whose rounds are looked at."""
+_OPEN_SESSIONS = "SELECT count(*) FROM session JOIN episode USING (episode_id) WHERE state = 'running' AND is_side = 0 AND is_watched = 0"
 _NEWEST_GROUPS = (
     "SELECT json_group_array(group_id) FROM (SELECT group_id FROM grp WHERE num_scored > 0 "
     "AND state NOT IN ('validating', 'validated') ORDER BY group_id DESC LIMIT ?)"
@@ -177,6 +178,8 @@ class LedgerSurvey:
     """Scored episodes in which judges were looked for."""
     running_without_rounds: int = 0
     """Running episodes of which no model call has ended."""
+    open_sessions: int = 0
+    """Sessions of users that nothing has ended: without side calls, and those that another model answers, which are never trained."""
     is_here: bool = True
     """False: the ledger is on another node, and these are the counts that its run left elsewhere."""
     is_alive: bool = False
@@ -193,6 +196,7 @@ def survey(path: Path) -> LedgerSurvey:
         (newest,) = db.execute(_NEWEST_GROUPS, (NEWEST_GROUPS,)).fetchone()
         missing, judged = _missing_judges(db, groups=newest)
         (silent,) = db.execute("SELECT count(*) FROM episode WHERE state = 'running' AND num_rounds = 0").fetchone()
+        (unsaid,) = db.execute(_OPEN_SESSIONS).fetchone()
         return LedgerSurvey(
             counts=counts(db),
             failures=_failures(db),
@@ -202,6 +206,7 @@ def survey(path: Path) -> LedgerSurvey:
             missing_judges=missing,
             episodes_judged=judged,
             running_without_rounds=silent,
+            open_sessions=unsaid,
             is_alive=is_owned(path),
         )
 

@@ -14,11 +14,11 @@ FEW_SESSIONS = 16
 @rule("share of the sessions", slows=0.8)
 def unsaid_sessions(run: Evidence) -> Observation | None:
     """Users are served, and of at least 80 % of 16 sessions or more nothing was said that could be learned from."""
-    states = ("open", "ready", "leased", "trained")
-    number = sum(run.ledger.count(f"groups/{state}") for state in states)
+    ended = sum(run.ledger.count(f"groups/{state}") for state in ("ready", "leased", "trained"))
+    number = run.ledger.open_sessions + ended
     if not run.config.serve.enabled or number < FEW_SESSIONS:
         return None
-    share = run.ledger.count("groups/open") / number
+    share = run.ledger.open_sessions / number
     judged = "" if run.config.serve.judge.model else "serve.judge.model=policy, or "
     return Observation(
         share,

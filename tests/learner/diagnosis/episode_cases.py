@@ -95,8 +95,8 @@ LIVE = (
 )  # fmt: skip
 
 
-def sessions(*, open_: int, settled: int):
-    """Fills a ledger with sessions of a user, of which so many have feedback."""
+def sessions(*, open_: int, settled: int, never_trained: int = 0):
+    """Fills a ledger with sessions of a user, of which so many have feedback; beside them side calls and watched ones."""
 
     def fill(ledger) -> None:
         for number in range(open_ + settled):
@@ -106,6 +106,9 @@ def sessions(*, open_: int, settled: int):
             if number < settled:
                 ledger.give_feedback(user="ann", session=name, score=1.0).result()
                 ledger.settle_session(episode_id=name, words_count=False).result()
+        for number in range(never_trained):
+            kind = {"is_side": number % 2 == 0, "is_watched": number % 2 == 1}
+            ledger.open_session(episode_id=f"n{number}", user="ann", name=f"n{number}", version=0, **kind).result()
 
     return fill
 
@@ -162,7 +165,7 @@ CASES = [
     Case(
         rule="unsaid_sessions",
         fires=lambda folder: recorded(folder, *LIVE).ledger(sessions(open_=16, settled=4)),
-        quiet=lambda folder: recorded(folder, *LIVE).ledger(sessions(open_=12, settled=8)),
+        quiet=lambda folder: recorded(folder, *LIVE).ledger(sessions(open_=12, settled=8, never_trained=80)),
         severity=Severity.SLOWS, figure=0.8, says=("of 80 % of 20 sessions nothing was said", "serve.judge.model=policy"),
     ),
     Case(
