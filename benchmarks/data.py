@@ -30,18 +30,15 @@ import json
 import random
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import metric_lines, parser_of, play, run_to_end
+from benchmarks.harness import metric_lines, parser_of, play, run_to_end, scripted_model
 from benchmarks.learning import TARGET, WINDOW, solved_at
 from benchmarks.peers import PeakMemory
 from benchmarks.reference_losses import largest_difference
@@ -278,42 +275,19 @@ def compared(name: str, runs: Runs) -> dict[str, Any]:
 # A judge.
 
 
-@contextmanager
-def scripted_judge(*, errs: float, seed: int) -> Iterator[str]:
-    """The root of an API like OpenAI's that ranks answers to `letter_tasks`; `errs`: the share that it takes for the opposite."""
-    draw, lock = random.Random(seed), threading.Lock()
+def scripted_judge(*, errs: float, seed: int) -> Callable[[str], str]:
+    """Ranks answers to `letter_tasks`; `errs`: the share that it takes for the opposite."""
+    draw = random.Random(seed)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            question = json.loads(self.rfile.read(int(self.headers["content-length"])))["messages"][-1]["content"]
-            letter = next(key for key in KEYS if f"The exit is {NAMES[key]}." in question)
-            with lock:
-                said = {
-                    label: 10 * ((answer.strip() == letter) != (draw.random() < errs))
-                    for label, answer in re.findall(r"<(answer_\d+)>\n(.*?)\n</answer_\d+>", question, re.DOTALL)
-                }
-            message = {"role": "assistant", "content": json.dumps(said)}
-            reply = {
-                "object": "chat.completion",
-                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            }
-            body = json.dumps({"id": "1", "created": 1, "model": "scripted", **reply}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(question: str) -> str:
+        letter = next(key for key in KEYS if f"The exit is {NAMES[key]}." in question)
+        said = {
+            label: 10 * ((text.strip() == letter) != (draw.random() < errs))
+            for label, text in re.findall(r"<(answer_\d+)>\n(.*?)\n</answer_\d+>", question, re.DOTALL)
+        }
+        return json.dumps(said)
 
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return answer
 
 
 def letter_tasks() -> list[Task]:
@@ -341,7 +315,7 @@ def judged(runs: Runs, data: Path) -> dict[str, Any]:
     """A scripted judge, which the tiny model learns by, and a small model as its own judge."""
     tasks = runs.folder / "letters.parquet"
     write_tasks(tasks, letter_tasks())
-    with scripted_judge(errs=JUDGE_ERRS, seed=runs.seed) as url:
+    with scripted_model(scripted_judge(errs=JUDGE_ERRS, seed=runs.seed)) as url:
         scripted = runs.play(
             f"scripted-{runs.seed}", *RANKED, f"data.tasks={tasks}", "agents.command=[]", "env.command=[]",
             "data.judge={mode: ranking, truth: exact_match}", f"roles={{player: {{}}, judge: {{url: '{url}'}}}}",

@@ -20,8 +20,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -169,6 +172,43 @@ def metric_lines(run: Path) -> list[dict[str, Any]]:
     """The figures of a run, as they came: of its steps, and of validations that ended later; a line is whole once it has an end."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
+
+
+@contextmanager
+def scripted_model(answer: Callable[[str], str]) -> Iterator[str]:
+    """The root of an API like OpenAI's chat completions. `answer`: what it says to the text of the last message, one at a time."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        number = 0
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                message = {"role": "assistant", "content": answer(request["messages"][-1]["content"])}
+                Handler.number += 1
+                head = {"id": f"chatcmpl-{Handler.number}", "object": "chat.completion", "created": 1}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            body = json.dumps({**head, "model": request["model"], "choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def call(

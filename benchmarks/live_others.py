@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import openai
 
-from benchmarks.harness import RunFailed, in_turn
+from benchmarks.harness import RunFailed, in_turn, scripted_model
 from benchmarks.live_run import QUESTIONS, START_S, TINY, USERS, WINDOW, LiveRun, has_m, learned, sessions
 from benchmarks.live_wishes import READER, WORDS, reader
 from env_adapters import smollm2
@@ -26,47 +22,10 @@ WATCHED, AFTER, TIMED = 200, 128, 40
 """Sessions of the other model before it is learned from; sessions after; pairs of requests whose latency is compared."""
 
 
-@contextmanager
-def scripted_upstream() -> Iterator[str]:
-    """The root of an API like OpenAI's that answers with one of the words that have an `m`."""
-    draw = random.Random(0)
-    said = [word for word in WORDS if has_m(word)]
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            choice = {
-                "index": 0,
-                "message": {"role": "assistant", "content": draw.choice(said)},
-                "finish_reason": "stop",
-            }
-            head = {"id": f"chatcmpl-{draw.getrandbits(64):x}", "object": "chat.completion", "created": 1}
-            body = json.dumps({**head, "model": UPSTREAM, "choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def takeover(folder: Path, seed: int, most: int) -> dict[str, Any]:
     """Another model is watched, learned from, and relieved of nine sessions in ten."""
-    with scripted_upstream() as url:
+    draw, said = random.Random(0), [word for word in WORDS if has_m(word)]
+    with scripted_model(lambda _: draw.choice(said)) as url:
         words = [
             f"model.path={reader(folder, seed)}", *TINY, *READER, f"serve.upstream.url={url}", f"serve.upstream.model={UPSTREAM}",
             "serve.upstream.terms_allow_learning=true", f"serve.upstream.lesson_sessions={WATCHED}", "serve.upstream.step=0.9",

@@ -99,7 +99,10 @@ NEWEST_GROUPS = 256
 """Groups with scores that are looked at in detail."""
 NEWEST_EPISODES = 512
 """Scored episodes of these whose rounds are looked at."""
-_OPEN_SESSIONS = "SELECT count(*) FROM session JOIN episode USING (episode_id) WHERE state = 'running' AND is_side = 0 AND is_watched = 0"
+_OPEN_SESSIONS = (
+    "SELECT count(*) FROM session JOIN episode USING (episode_id) WHERE state = 'running' "
+    "AND is_side = 0 AND is_watched = 0"
+)
 _NEWEST_GROUPS = (
     "SELECT json_group_array(group_id) FROM (SELECT group_id FROM grp WHERE num_scored > 0 "
     "AND state NOT IN ('validating', 'validated') ORDER BY group_id DESC LIMIT ?)"
@@ -179,7 +182,7 @@ class LedgerSurvey:
     running_without_rounds: int = 0
     """Running episodes of which no model call has ended."""
     open_sessions: int = 0
-    """Sessions of users that nothing has ended: without side calls, and those that another model answers, which are never trained."""
+    """Sessions of users that nothing has ended, of those that may be trained: no side calls, none that another model answers."""
     is_here: bool = True
     """False: the ledger is on another node, and these are the counts that its run left elsewhere."""
     is_alive: bool = False

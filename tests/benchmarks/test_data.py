@@ -22,6 +22,7 @@ from benchmarks.data import (
     scripted_judge,
     tokens_to,
 )
+from benchmarks.harness import scripted_model
 from benchmarks.reference_losses import largest_difference
 from env_adapters.walk.game import KEYS, NAMES, walk_tasks
 from learner.algorithms import objectives
@@ -123,8 +124,8 @@ def test_half_of_the_readers_conversations_have_a_hint_of_which_only_what_follow
 @pytest.mark.parametrize("errs", [0.0, 1.0])
 def test_a_scripted_judge_errs_as_often_as_it_is_told(errs: float) -> None:
     question = "The exit is east.\n<answer_1>\nd\n</answer_1>\n\n<answer_2>\nw\n</answer_2>"
-    with scripted_judge(errs=errs, seed=0) as url:
-        body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+    with scripted_model(scripted_judge(errs=errs, seed=0)) as url:
+        body = json.dumps({"model": "judge", "messages": [{"role": "user", "content": question}]}).encode()
         with urllib.request.urlopen(f"{url}/chat/completions", data=body) as reply:
             said = json.loads(json.load(reply)["choices"][0]["message"]["content"])
     assert said == ({"answer_1": 10, "answer_2": 0} if errs == 0.0 else {"answer_1": 0, "answer_2": 10})
