@@ -19,7 +19,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.group_commit import is_passing, why_not_stored
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)

@@ -125,7 +125,7 @@ def test_a_file_of_another_schema_version_is_refused_in_one_line(tmp_path: Path)
     db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     db.commit()
     db.close()
-    with pytest.raises(UnderstudyError, match=r"ledger\.db must have schema version 8, got 99") as refusal:
+    with pytest.raises(UnderstudyError, match=r"ledger\.db must have schema version 9, got 99") as refusal:
         Ledger(path)
     assert "\n" not in str(refusal.value)
 
