@@ -321,8 +321,8 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
     if version != str(SCHEMA_VERSION):
         db.close()
         raise UnderstudyError(
-            f"ledger {path} must have schema version {SCHEMA_VERSION}, got {version}; --resume its run once, or use the "
-            f"release that wrote it"
+            f"ledger {path} must have schema version {SCHEMA_VERSION}, got {version}; open it with "
+            f"the release that wrote it"
         )
     if strange:
         db.close()
