@@ -125,8 +125,11 @@ async def until_written(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place at the end of the block; of one that was not written nothing stays."""
-    scratch = path.with_name(f".{path.name}.tmp")
+    """A file beside `path` that takes its place at the end of the block; of one that was not written nothing stays.
+
+    Each process has a name of its own for it: two may write the same file at once, and the later one stays.
+    """
+    scratch = path.with_name(f".{path.name}.tmp.{os.getpid()}")
     try:
         yield scratch
         os.replace(scratch, path)

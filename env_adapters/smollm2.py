@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -57,9 +56,7 @@ def make(to: Path) -> Path:
             [python, reasoning_gym_tasks.__file__, address], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.splitlines()
         tasks = [Task(**json.loads(line), agent_name="single_turn_agent") for line in lines]
-        scratch = to / f".{name}.{os.getpid()}"
-        write_tasks(scratch, [task for task in tasks if task.prompt[-1]["content"] not in asked])
-        scratch.replace(to / name)
+        write_tasks(to / name, [task for task in tasks if task.prompt[-1]["content"] not in asked])
         asked |= {task.prompt[-1]["content"] for task in tasks}  # what is tested is not trained
     print(f"understudy: {MODEL} and {', '.join(TASKS)} are in {to}", flush=True)
     return to

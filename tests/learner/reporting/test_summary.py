@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -366,6 +368,19 @@ def test_what_a_full_disk_did_not_take_whole_leaves_no_part_of_it(tmp_path: Path
         append(path, "two\n")
         assert path.read_text() == "one\ntwo\n"
         assert sorted(file.name for file in disk.folder.iterdir()) == [".ballast", "lines.jsonl", "table"]
+
+
+def test_two_processes_may_replace_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "tasks"
+    other = "from pathlib import Path; from buffers.disk import replacing\nwith replacing(Path('tasks')) as scratch: "
+    with replacing(path) as scratch:
+        scratch.write_text("ours")
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        subprocess.run(
+            [sys.executable, "-c", other + "scratch.write_text('theirs')"], cwd=tmp_path, env=environment, check=True
+        )
+        assert path.read_text() == "theirs"
+    assert path.read_text() == "ours" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
