@@ -37,8 +37,9 @@ PAGE = """\
 # Configuration
 
 Every key of a run, as `understudy keys` prints it (`understudy keys learner.kl`: a part of it).
-`python -m configs.keys --markdown` wrote this page. A YAML file holds sections, and may start with `extends: other.yaml`:
-then it holds only what differs. On the command line a key is given with dots, its value in YAML: `learner.kl.coef=0.01`.
+`python -m configs.keys --markdown` wrote this page. A YAML file holds sections, and may start with `extends: other.yaml`, a file in
+its folder or a shipped one (`extends: smollm2`): then it holds only what differs.
+On the command line a key is given with dots, its value in YAML: `learner.kl.coef=0.01`.
 Nothing after the equals sign makes a value null (none), or empty: `agents.loops=`.
 """
 

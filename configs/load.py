@@ -1,7 +1,7 @@
 """YAML file + dotted overrides -> `Config`, with errors that name key, rule, value and remedy in one line each.
 
-`extends: other.yaml` at the top of a file takes that file (same folder) as the base. A `learner.recipe` in a later layer (a file
-that extends another, or the command line) takes the place of the algorithm in the layers below it.
+`extends: other.yaml` at the top of a file takes that file (same folder, or shipped) as the base. A `learner.recipe` in a later
+layer (a file that extends another, or the command line) takes the place of the algorithm in the layers below it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply overrides such as `learner.kl.coef=0.1` (values in YAML), validate. Raises ConfigError."""
-    tree = _read(path)
+    """Read `path`, or what is shipped by that name, apply overrides such as `learner.kl.coef=0.1` (values in YAML), validate.
+
+    Raises ConfigError.
+    """
+    tree = _read(_shipped(path))
     if any(_names_recipe(text) for text in overrides):
         tree = _without_algorithm(tree)
     for text in overrides:
@@ -46,7 +49,7 @@ def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(_lines(error.errors()))) from None
 
 
-def shipped(path: Path) -> Path:
+def _shipped(path: Path) -> Path:
     """The file; the shipped configuration of this name where there is no such file."""
     named = FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
     by_name = str(path) in (path.stem, path.name, f"configs/{path.name}")
@@ -67,8 +70,9 @@ def _read(path: Path, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"extends must end after {MAX_EXTENDED} files, got {' -> '.join(map(str, above[:3]))} -> ...; take one out"
         )
     if not path.is_file():
+        name = f"extends in {above[-1]}" if above else "--config"
         shipped = ", ".join(sorted(p.name for p in FOLDER.glob("*.yaml")))
-        raise ConfigError(f"--config must name a YAML file, got {path} (not a file); shipped in configs/: {shipped}")
+        raise ConfigError(f"{name} must name a YAML file, got {path} (not a file); shipped in configs/: {shipped}")
     try:
         tree = read_yaml(path) or {}
     except (YamlError, OSError) as error:
@@ -80,7 +84,8 @@ def _read(path: Path, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = tree.pop("extends", None)
     if not base:
         return tree
-    below, learner = _read(path.parent / str(base), above=(*above, path)), tree.get("learner")
+    beside, learner = path.parent / str(base), tree.get("learner")
+    below = _read(beside if beside.is_file() else _shipped(Path(str(base))), above=(*above, path))
     named = isinstance(learner, dict) and learner.get("recipe")
     return _merge(_without_algorithm(below) if named else below, tree)
 

@@ -118,10 +118,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    from configs.load import DEFAULT, load_config, shipped
+    from configs.load import DEFAULT, load_config
     from learner.run import checked_config, prepare_engine
 
-    config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
+    config = load_config(arguments.config or DEFAULT, arguments.overrides)
     config = evaluated_config(config, checkpoint=arguments.checkpoint, samples=arguments.samples)
     config = checked_config(config, resume="", learns=False)
     return _evaluate(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from buffers.errors import UnderstudyError
 from buffers.ledger.forgetting import Forgotten
-from configs.load import ConfigError, load_config, shipped
+from configs.load import ConfigError, load_config
 from learner.ask import ask_run
 from learner.live_versions import trained_in
 from learner.reporting.tracker import FILE as TRACES
@@ -55,7 +55,7 @@ def keys(words: list[str], *, users: Callable[[Path], Users]) -> int:
     if "=" in arguments.name:
         arguments.overrides.insert(0, arguments.name)
     try:
-        config = load_config(shipped(arguments.config), [*arguments.overrides, "serve.enabled=true"])
+        config = load_config(arguments.config, [*arguments.overrides, "serve.enabled=true"])
         keys = users(Path(config.run.dir) / config.run.name)
         if arguments.action == "add":
             print(keys.add(arguments.name, excluded=arguments.no_learning))

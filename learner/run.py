@@ -103,9 +103,9 @@ def refused_in_words(work: Callable[[], int]) -> int:
 
 
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
-    from configs.load import DEFAULT, load_config, shipped
+    from configs.load import DEFAULT, load_config
 
-    config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
+    config = load_config(arguments.config or DEFAULT, arguments.overrides)
     if arguments.dry_run:
         dry_run(config, gpus=arguments.gpus)
         return 0

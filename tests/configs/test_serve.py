@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import ConfigError, load_config, shipped
+from configs.load import ConfigError, load_config
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,16 @@ from configs.load import ConfigError, load_config, shipped
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(words, says):
     with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace("'", ".")):
-        load_config(shipped(Path("live")), words)
+        load_config(Path("live"), words)
 
 
 def test_the_shipped_configuration_is_one():
-    config = load_config(shipped(Path("live")), [])
+    config = load_config(Path("live"), [])
     assert config.serve.enabled and config.learner.lora.rank > 0 and not config.data.task_files
 
 
 def test_words_alone_teach_a_live_run_by_the_recipe() -> None:
-    config = load_config(shipped(Path("live")), ["learner.recipe=sdpo"])
+    config = load_config(Path("live"), ["learner.recipe=sdpo"])
     assert (config.learner.advantage, config.learner.hints.coef, config.buffer.group_size) == ("none", 1.0, 1)
     with pytest.raises(ConfigError, match=r"learner\.hints\.sources=sibling compares episodes of one task"):
-        load_config(shipped(Path("live")), ["learner.recipe=sdpo", "serve.enabled=false"])
+        load_config(Path("live"), ["learner.recipe=sdpo", "serve.enabled=false"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from buffers.ledger.ledger import Ledger
-from configs.load import ConfigError, load_config, shipped
+from configs.load import ConfigError, load_config
 from env_adapters import smollm2
 from learner import cli
 from learner.checkpoints.store import CheckpointError
@@ -108,12 +108,26 @@ def test_init_leaves_a_gitignore_that_is_there_as_it_is(tmp_path):
 def test_a_shipped_configuration_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("walk_env", "walk_env.yaml", "configs/walk_env.yaml"):
-        assert Path(load_config(shipped(Path(name))).agents.loops).is_file()
+        assert Path(load_config(Path(name)).agents.loops).is_file()
     assert Path(load_config().agents.command[1]).is_file()
     (tmp_path / "walk_env.yaml").write_text("run: {name: own}")
-    assert load_config(shipped(Path("walk_env.yaml"))).run.name == "own"
-    with pytest.raises(ConfigError, match="not a file"):
-        load_config(shipped(Path("elsewhere/walk_env.yaml")))
+    assert load_config(Path("walk_env.yaml")).run.name == "own"
+    with pytest.raises(ConfigError, match=r"--config must name .*not a file"):
+        load_config(Path("elsewhere/walk_env.yaml"))
+
+
+def test_a_shipped_configuration_is_extended_by_name_from_any_folder(tmp_path):
+    for base in ("smollm2", "smollm2.yaml"):
+        (tmp_path / "smollm2.yml").write_text(f"extends: {base}\nrun: {{steps: 3}}")
+        config = load_config(tmp_path / "smollm2.yml")
+        assert (config.run.name, config.run.steps, config.buffer.max_policy_lag) == ("smollm2", 3, 0)
+    (tmp_path / "smollm2.yaml").write_text("run: {name: own}")  # a file beside it comes first
+    assert load_config(tmp_path / "smollm2.yml").run.name == "own"
+    (tmp_path / "smollm2.yml").write_text("extends: smollm")
+    with pytest.raises(
+        ConfigError, match=r"extends in .*smollm2.yml must name .*not a file.*shipped in configs/: .*smollm2"
+    ):
+        load_config(tmp_path / "smollm2.yml")
 
 
 def test_resume_takes_the_newest_run_and_says_what_is_missing(tmp_path, monkeypatch, capsys):

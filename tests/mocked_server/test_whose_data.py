@@ -17,7 +17,7 @@ from openai import BadRequestError, OpenAI
 from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
-from configs.load import ConfigError, load_config, shipped
+from configs.load import ConfigError, load_config
 from configs.schema import RolloutConfig
 from learner import live
 from mocked_server import live_sessions
@@ -244,9 +244,9 @@ async def test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorte
         await unasked(ledger, retention_s=DAY_S).look()
         assert ledger.episodes_of(user="ann", session="").result() == []
     serve = ["serve.enabled=true", "serve.silence_s=600"]
-    assert load_config(shipped(Path("live")), [*serve, "serve.retention_days=1"]).serve.retention_days == 1.0
+    assert load_config(Path("live"), [*serve, "serve.retention_days=1"]).serve.retention_days == 1.0
     with pytest.raises(ConfigError, match=r"must be longer than serve\.silence_s=600"):
-        load_config(shipped(Path("live")), [*serve, "serve.retention_days=0.001"])
+        load_config(Path("live"), [*serve, "serve.retention_days=0.001"])
 
 
 async def test_feedback_before_a_restart_is_learned_from_before_its_session_is_forgotten(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.load import load_config, shipped
+from configs.load import load_config
 from learner import cli
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_the_keys_and_configurations_in_an_example_line_are_ours():
     (words,) = re.findall(r"^#   sbatch .*slurm\.sh (.*)$", text, flags=re.M)
     config, name, *overrides = shlex.split(words)
     assert config == "--config"
-    assert load_config(shipped(Path(name)), overrides).run.name == "first"
+    assert load_config(Path(name), overrides).run.name == "first"
 
 
 def test_the_pods_have_the_ray_of_this_project_and_the_image_that_is_built():
