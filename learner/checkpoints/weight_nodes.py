@@ -26,9 +26,8 @@ class WeightNode:
         self.address = ""
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         self._actor = RayActor(
-            on_node(node_id, environment=environment), NodeWeights, self.folder, host=host, secret=secret, file=file,
-            python_path=python_path(),
-        )  # fmt: skip
+            on_node(node_id, environment=environment), NodeWeights, self.folder, host=host, secret=secret, file=file
+        )
 
     async def start(self) -> None:
         """Returns when it can be asked. Raises WeightsError."""

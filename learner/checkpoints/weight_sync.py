@@ -35,7 +35,8 @@ from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
-from configs.child_processes import goes_with_this_process, python_path
+from configs.child_processes import goes_with_this_process
+from configs.fork_server import own_context
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, Checkpoint, saved_versions
 from learner.checkpoints.weight_shards import Published
 
@@ -98,7 +99,7 @@ class WeightSync:
         for folder in (published, pulled):
             folder.mkdir(parents=True)
         self._store = VersionStore(published)
-        self._puller = PullerProcess(published, pulled, file=self.file, python_path=python_path(), secret=secret)
+        self._puller = PullerProcess(own_context(), published, pulled, file=self.file, secret=secret)
         self._server: VersionServer | None = None
         self._dense_server: VersionServer | None = None
         """Serves what is pulled here, to nodes that join late."""
@@ -224,7 +225,7 @@ class WeightSync:
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
         for server in filter(None, (self._server, self._dense_server)):
             await asyncio.to_thread(server.close)
-        await self._puller.close()
+        self._puller.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -21,7 +21,6 @@ from buffers.weights.store import VersionStore
 from buffers.weights.version_server import MAX_READ_BYTES, VersionServer, WireSource
 from buffers.wire.address import Way, WireError
 from buffers.wire.connection import Connection
-from configs.child_processes import python_path
 from learner.checkpoints.store import WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
@@ -78,9 +77,7 @@ def same(one: Weights, other: Weights) -> bool:
 async def sync(tmp_path: Path) -> AsyncIterator[WeightSync]:
     def make(node_id: str, sync: WeightSync) -> NodeWeights:
         """In this process, without Ray."""
-        return NodeWeights(
-            folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS, python_path=python_path()
-        )
+        return NodeWeights(folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS)
 
     made = WeightSync(tmp_path, secret=SECRET, rank_nodes=lambda: ["", FAR], make_node=make)
     yield made
