@@ -32,12 +32,11 @@ from mocked_server.keys import wire_secret
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec
-from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.vllm.hosted.program import ActorHost, ChildHost, HostSettings
 from mocked_server.vllm.hosted.remote_engine import RemoteEngine
 
 if TYPE_CHECKING:
     from learner.checkpoints.weight_nodes import WeightNode
-    from mocked_server.vllm.hosted.ray_host import RayHost
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +96,11 @@ class PlacedHost:
         self._weights = weights
         self._node_id = ""
         """Its node by Ray's name; empty: the run's own."""
-        self._host: RayHost | None = None
+        self._host: ActorHost | None = None
 
     async def start(self) -> str:
         """Returns its address once it listens. Raises EngineDied, EngineError."""
-        from mocked_server.vllm.hosted.ray_host import RayHost
+        from buffers.remote.ray_actor import RayActor, on_node
 
         name = self._settings.name
         await self.end()
@@ -117,13 +116,10 @@ class PlacedHost:
         cards = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         logs = {name: level for name, level in os.environ.items() if name.startswith("VLLM_LOGGING_LEVEL")}
         environment = {"PYTHONPATH": python_path(), **logs, **(cards if devices else {})}
-        self._host = RayHost(
-            self._settings,
-            # Beside a rank the card is counted for that.
-            num_gpus=0 if place.beside_rank else len(place.cards),
-            environment=environment,
-            node_id=node.id,
-        )
+        # Beside a rank the card is counted for that.
+        at = on_node(node.id, environment=environment, num_gpus=0 if place.beside_rank else len(place.cards))
+        settings = replace(self._settings, host=node.address)
+        self._host = ActorHost(name, partial(RayActor, at, ChildHost, settings))
         address = await self._host.start()
         logger.info("engine %s is on node %s", name, node.address)
         return address
