@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, Self
 
 import msgspec
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 Take = Callable[[Any, UnderstudyError | None, bool], object]
 """Gets (an item or the answer, or an error, whether it is the last)."""
 
+MOST_TOGETHER = 64 << 20
+"""Bytes of arguments after which no further call goes in the same message."""
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 _ITEMS = msgspec.msgpack.Decoder(list[Item])
 
@@ -211,8 +214,10 @@ class AsyncClient:
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        if waiting and self.lost is None:
-            self._connection.post("calls", waiting)
+        while waiting and self.lost is None:
+            number = 1 + sum(size < MOST_TOGETHER for size in accumulate(len(call[2]) for call in waiting[:-1]))
+            self._connection.post("calls", waiting[:number])
+            waiting = waiting[number:]
 
     def _send_figures(self) -> None:
         assert self._figures is not None

@@ -274,8 +274,9 @@ class Service:
 
     def _send(self, caller: Caller, item: Item) -> None:
         caller.waiting.append(item)
-        if not caller.is_due:
-            assert self._loop is not None, "a stream needs an event loop"
+        if self._loop is None:
+            self._flush(caller)
+        elif not caller.is_due:
             caller.is_due = True
             # After the tasks that this step of an engine's has woken: so theirs go together.
             self._loop.call_soon(self._loop.call_soon, self._flush, caller)
