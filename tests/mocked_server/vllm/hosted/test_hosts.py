@@ -61,7 +61,7 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
             pass
 
     codec = WatchedCodec()
-    engine._codec = codec
+    engine.codec = codec
     reading = asyncio.create_task(read())
     await codec.until_begun()
     await harm()
