@@ -49,10 +49,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One operation on its way."""
+    """One operation on its way. `episode_id`: the one that it belongs to; None: to none, or to several."""
 
     name: str
     arguments: msgspec.Raw
+    episode_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,18 +72,32 @@ class Outgoing:
 
 
 def together(items: Iterable[Outgoing]) -> Iterator[list[Outgoing]]:
-    """Items in their order, those of one kind together as far as a call holds them."""
-    group: list[Outgoing] = []
-    total = 0
+    """Items of one kind together, as far as a call holds them. Those of one episode stay in their order, and so do all operations;
+    a round goes ahead of operations of other episodes, so that many episodes at once need few calls."""
+    rounds: list[Outgoing] = []
+    jobs: list[Outgoing] = []
+    named: set[str | None] = set()
     for item in items:
-        is_other = bool(group) and type(item.what) is not type(group[0].what)
-        if is_other or (group and (total + item.size > MAX_FRAME_BYTES or len(group) == _MAX_ENTRIES)):
-            yield group
-            group, total = [], 0
-        group.append(item)
+        if isinstance(item.what, Job):
+            jobs.append(item)
+            named.add(item.what.episode_id)
+            continue
+        if item.what.episode_id in named:
+            yield from (*_calls(rounds), *_calls(jobs))
+            rounds, jobs, named = [], [], set()
+        rounds.append(item)
+    yield from (*_calls(rounds), *_calls(jobs))
+
+
+def _calls(items: list[Outgoing]) -> Iterator[list[Outgoing]]:
+    total = start = 0
+    for place, item in enumerate(items):
+        if place > start and (total + item.size > MAX_FRAME_BYTES or place - start == _MAX_ENTRIES):
+            yield items[start:place]
+            total, start = 0, place
         total += item.size
-    if group:
-        yield group
+    if items:
+        yield items[start:]
 
 
 def size_of(stored: StoredRound) -> int:
@@ -172,7 +187,7 @@ def job_of(operation: Callable[..., Any]) -> Job:
         raise UnderstudyError(
             f"the arguments of {name} must have at most {MAX_MESSAGE_BYTES} bytes, got {len(arguments)}; ask for less"
         )
-    return Job(name, arguments)
+    return Job(name, arguments, keywords.get("episode_id"))
 
 
 def operation_of(name: str, arguments: msgspec.Raw) -> Callable[..., Any]:

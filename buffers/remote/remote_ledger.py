@@ -1,9 +1,9 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
-Made by `learner.startup.run_buffers`. It sends what is submitted in its order, over the wire (`ledger_server`), and waits for no
-answer before it sends more; the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its
-operation is on disk; nothing overtakes anything: an acknowledged score implies that the episode's earlier rounds are stored.
-Watchers hear of a commit after its futures are done.
+Made by `learner.startup.run_buffers`. It sends what is submitted in its order, on one connection (`ledger_server`), by which it is
+told events, too; the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its operation is on
+disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an acknowledged score implies
+that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are done.
 
 When the actor's process dies, callers see a delay: all that was not answered is sent again in its order, and what was done already
 is answered again as it was (`idempotency`; a round that is there counts as stored). No operation ends with an unknown outcome,
@@ -166,7 +166,9 @@ class RemoteLedger(Ledger):
                 raise UnderstudyError(f"ledger {self.path} must be open, got an operation after it was closed")
             self._num_waiting += 1
             self._outbox.append(item)
-        self._soon(self._send_waiting)
+            is_first = len(self._outbox) == 1
+        if is_first:
+            self._soon(self._send_waiting)
         return item.future
 
     def _soon(self, work: Callable[[], object]) -> None:
@@ -238,9 +240,12 @@ class RemoteLedger(Ledger):
             await client.close()
 
     def _send_waiting(self) -> None:
-        if self._client is None or self._client.lost is not None:
+        """Send all that waits, once what was sent before is answered: so much goes together. While the disk is full it goes at
+        once, as it may be refused."""
+        if self._client is None or self._client.lost is not None or (self._sent and not self.is_full):
             return
-        items = [self._outbox.popleft() for _ in range(len(self._outbox))]
+        with self._moved:
+            items, self._outbox = self._outbox, deque()
         kept = [item for item in items if item.future.set_running_or_notify_cancel()]
         self._count_down(len(items) - len(kept))
         for some in together(kept):
@@ -269,6 +274,7 @@ class RemoteLedger(Ledger):
                 item.future.set_result(unpack_answer(item.what.name, value) if isinstance(item.what, Job) else None)
         self._count_down(len(items))
         self._publish_pages()
+        self._send_waiting()
 
     def _count_down(self, number: int) -> None:
         with self._moved:
@@ -281,6 +287,8 @@ class RemoteLedger(Ledger):
         self._heard_at = time.monotonic()
         self._keep_state(state)
         self._changed.set()
+        if self.is_full:
+            self._send_waiting()
 
     def _keep_state(self, state: LedgerState) -> None:
         if state.number > self._state.number:

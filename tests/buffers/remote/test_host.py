@@ -152,15 +152,20 @@ def _lift(handle: Nearby) -> None:
     handle.host._ledger._writer._db.execute("PRAGMA max_page_count = 1000000")
 
 
-def test_what_is_sent_together_is_of_one_kind_in_its_order_and_fits_in_a_message() -> None:
+def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
+    def item(name: str, *, is_round: bool) -> Outgoing:
+        operation = partial(adopt_episode, episode_id=name)
+        return Outgoing(stored_round(make_round(name)) if is_round else job_of(operation))
+
+    order = [item("a", is_round=False), item("b", is_round=True), item("b", is_round=False), item("a", is_round=True)]
+    assert [list(map(order.index, group)) for group in together(order)] == [[1], [0, 2], [3]]
+
+
+def test_what_is_sent_together_fits_in_a_message() -> None:
     half = Outgoing(stored_round(make_round("a", sampled=range(MAX_FRAME_BYTES // 16))))
     assert [len(each) for each in together([half, half, half])] == [1, 1, 1]
     small = Outgoing(stored_round(make_round("a" * 1000)))
     assert [len(each) for each in together([small] * 2000)] == [1024, 976] and list(together([])) == []
-    job = Outgoing(job_of(partial(adopt_episode, episode_id="a")))
-    order = [job, small, small, job, job, small]
-    assert [each for group in together(order) for each in group] == order
-    assert [len(group) for group in together(order)] == [1, 2, 2, 1]
 
 
 def test_a_round_that_no_message_holds_is_refused_at_once(ledger: RemoteLedger) -> None:
