@@ -45,9 +45,9 @@ class LedgerServer(Service):
         self._events: deque[LedgerEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
         self._heard_at = time.monotonic()
-        """Time of the last word of a reader that has left."""
+        """Time of the last message of a reader that has left."""
         self._readers: dict[Call[EventPage], tuple[str, int]] = {}
-        """Those who are told events, each with the cursor of what it was told."""
+        """Calls of those who read events, each with the cursor of what was sent."""
         self._unwatch = ledger.watch(self._on_event)
         self.listen()
 
@@ -58,7 +58,7 @@ class LedgerServer(Service):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last word of anybody who is told events."""
+        """Seconds since the last message of anybody who reads events."""
         return time.monotonic() - max([self._heard_at, *(call.caller.peer.heard_at for call in list(self._readers))])
 
     def close(self) -> None:

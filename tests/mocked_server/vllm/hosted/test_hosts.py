@@ -136,7 +136,7 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
 @pytest.mark.long
 async def test_a_host_that_cannot_begin_says_why(tmp_path: Path) -> None:
     child = ChildHost(host_settings(tmp_path / "no-model"))
-    with pytest.raises(EngineError, match=r"the host of engine e0 did not start: .*no-model") as refused:
+    with pytest.raises(EngineError, match=r"vLLM refuses the engine.s configuration: .*no-model") as refused:
         await child.start()
     assert not isinstance(refused.value, EngineDied)
     await child.end()
