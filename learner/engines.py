@@ -18,9 +18,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffers.errors import EngineError, UnderstudyError, WeightsError
+from buffers.weights.node_weights import NodeWeights, WeightNode, folder_on
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.checkpoints.weight_sync import EarlierVersions, Follower, RoleWeights, WeightSync
@@ -34,9 +35,6 @@ from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_ar
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from mocked_server.vllm.hosted.program import ActorHost, ChildHost, HostSettings
 from mocked_server.vllm.hosted.remote_engine import RemoteEngine
-
-if TYPE_CHECKING:
-    from learner.checkpoints.weight_nodes import WeightNode
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +70,12 @@ def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path, saved: Pa
         return RoleWeights(folder, roles=config.adapter_roles, saved=saved)
 
     def make_node(node_id: str, sync: WeightSync) -> WeightNode:
-        from learner.checkpoints.weight_nodes import WeightNode
+        from buffers.remote.ray_actor import RayActor, on_node
 
-        address = nodes.address_of(node_id)
-        return WeightNode(node_id, run_folder=sync.folder, host=address, secret=sync.secret, file=sync.file)
+        variables = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        folder, host = folder_on(sync.folder, node_id), nodes.address_of(node_id)
+        place = on_node(node_id, environment=variables)
+        return WeightNode(node_id, RayActor(place, NodeWeights, folder, host=host, secret=sync.secret, file=sync.file))
 
     return WeightSync(
         folder,

@@ -32,8 +32,6 @@ class NodePuller:
     def __init__(self, source: Path, folder: Path, *, file: str, secret: bytes = b"") -> None:
         self._source = WireSource(source, secret=secret)
         self._puller = Puller(self._source, folder, file=file)
-        self.keep = self._puller.keep
-        self.close = self._source.close
 
     def pull(self, name: str, *, home: str = "", shards: Mapping[str, str] | None = None) -> Path:
         """The dense folder of the version. `home`, `shards`: see `WireSource.turn_to`; none: all is in `source`."""
@@ -44,6 +42,14 @@ class NodePuller:
         """The dense folder of the version, from the server at `home` that has that."""
         self._source.turn_to(home, {})
         return self._puller.copy(name)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Remove all other versions."""
+        self._puller.keep(names)
+
+    def close(self) -> None:
+        """End its connections."""
+        self._source.close()
 
 
 class PullerProcess:

@@ -27,11 +27,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from buffers.disk import until_written
 from buffers.errors import WeightsError
-from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
+from buffers.weights.node_weights import PUBLISHED, PULLED, WeightNode, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
@@ -39,9 +39,6 @@ from configs.child_processes import goes_with_this_process
 from configs.fork_server import own_context
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, Checkpoint, saved_versions
 from learner.checkpoints.weight_shards import Published
-
-if TYPE_CHECKING:
-    from learner.checkpoints.weight_nodes import WeightNode
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,8 +16,9 @@ from safetensors.torch import load_file
 
 from buffers.errors import WeightsError
 from buffers.records import Position
+from buffers.remote.actor import HERE, ChildActor
 from buffers.weights.manifest import MANIFEST, Shard
-from buffers.weights.node_weights import NodeWeights, folder_on, same_on
+from buffers.weights.node_weights import NodeWeights, WeightNode, folder_on, same_on
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import MAX_READ_BYTES, VersionServer, WireSource
 from buffers.wire.address import Way, WireError
@@ -75,9 +77,10 @@ def same(one: Weights, other: Weights) -> bool:
 
 @pytest.fixture
 async def sync(tmp_path: Path) -> AsyncIterator[WeightSync]:
-    def make(node_id: str, sync: WeightSync) -> NodeWeights:
+    def make(node_id: str, sync: WeightSync) -> WeightNode:
         """In this process, without Ray."""
-        return NodeWeights(folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS)
+        options: dict[str, Any] = {"host": "127.0.0.1", "secret": SECRET, "file": WEIGHTS}
+        return WeightNode(node_id, ChildActor(HERE, "node", NodeWeights, folder_on(sync.folder, node_id), **options))
 
     made = WeightSync(tmp_path, secret=SECRET, rank_nodes=lambda: ["", FAR], make_node=make)
     yield made
