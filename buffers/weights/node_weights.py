@@ -38,9 +38,10 @@ class NodeWeights(NodePuller):
     def __init__(self, folder: Path, *, host: str, secret: bytes, file: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
-        # It ends with its input, which this process holds, and so removes the folder when this process is killed.
-        guard = ["sh", "-c", 'cat; rm -rf "$0"', str(folder)]
+        # Its input ends with this process, however that ends, and then it removes the folder. It is nobody's child: Ray ends those.
+        guard = ["sh", "-c", 'exec 3<&0; (cat <&3; rm -rf "$0") &', str(folder)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self._folder = folder
         self._published = folder / PUBLISHED
         for name in (PUBLISHED, PULLED):
             (folder / name).mkdir()
@@ -62,6 +63,7 @@ class NodeWeights(NodePuller):
         """End what it has, and remove the folder."""
         super().close()
         self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._guard.communicate()
 
 
