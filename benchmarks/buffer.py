@@ -172,7 +172,7 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
 def put_rows(*, endpoint: str, episodes: list[str], size: int, tokens: int, **_: Any) -> list[float]:
     """Sends rounds from this process over the wire: each put is on disk when it is answered. The first one is not counted."""
     seconds = []
-    with Client(endpoint, LedgerServer, secret=SECRET, answer_s=ANSWER_S) as client:
+    with Client(endpoint, secret=SECRET, answer_s=ANSWER_S) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()

@@ -38,8 +38,9 @@ class NodeWeights(NodePuller):
     def __init__(self, folder: Path, *, host: str, secret: bytes, file: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
-        # Its input ends with this process, however that ends, and then it removes the folder. It is nobody's child: Ray ends those.
-        guard = ["sh", "-c", 'exec 3<&0; (cat <&3; rm -rf "$0") &', str(folder)]
+        # Its input ends with this process, and then it removes the folder, unless it was sent a line. It is nobody's child: of a
+        # process that Ray kills it ends those, too.
+        guard = ["sh", "-c", 'exec 3<&0; (read line <&3 || rm -rf "$0") &', str(folder)]
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
         self._folder = folder
         self._published = folder / PUBLISHED
@@ -64,7 +65,7 @@ class NodeWeights(NodePuller):
         super().close()
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._guard.communicate()
+        self._guard.communicate(b"\n")
 
 
 class WeightNode:

@@ -37,21 +37,11 @@ _ITEMS = msgspec.msgpack.Decoder(list[Item])
 
 
 class Client:
-    """One thread at a time. `on_state` gets the service's state, with each answer and while there is none; an answer of which
-    nothing is heard for `answer_s` is lost. Making one, and every method, raises WireError."""
+    """One thread at a time. An answer of which nothing is heard for `answer_s` is lost. Making one, and every method, raises
+    WireError."""
 
-    def __init__(
-        self,
-        address: str | WireAddress,
-        service: type[Service],
-        *,
-        secret: bytes,
-        answer_s: float,
-        on_state: Callable[[Any], object] = lambda _: None,
-    ) -> None:
+    def __init__(self, address: str | WireAddress, *, secret: bytes, answer_s: float) -> None:
         self._answer_s = answer_s
-        self._state = method_of(service.state).answer
-        self._on_state = on_state
         self._number = 0
         self._connection = Connection(address, secret=secret)
 
@@ -74,18 +64,11 @@ class Client:
         self._connection.send(method.__name__, pack(arguments), number=self._number)
         return self._number
 
-    def tell(self, method: Callable[..., Any], /, **arguments: Any) -> None:
-        """Call it and want no answer."""
-        self._connection.send(method.__name__, pack(arguments))
-
     def answer(self, method: Callable[..., Any], number: int) -> Any:
         """What a call that was begun answers. Raises what it raises."""
         while (message := self._connection.receive(self._answer_s)) is not None:
-            if message.kind == "beat":
-                self._on_state(self._state.decode(message.body))
-            elif message.number == number:
+            if message.kind == "answer" and message.number == number:
                 answer = _ANSWER.decode(message.body)
-                self._on_state(self._state.decode(answer.state))
                 if answer.error is not None:
                     raise answer.error.raised()
                 return method_of(method).answer.decode(answer.value)

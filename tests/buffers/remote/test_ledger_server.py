@@ -54,7 +54,7 @@ def server(ledger: Ledger) -> Iterator[LedgerServer]:
 
 
 def client_of(server: LedgerServer) -> Client:
-    return Client(str(server.address), LedgerServer, secret=SECRET, answer_s=20)
+    return Client(str(server.address), secret=SECRET, answer_s=20)
 
 
 def put_rounds(client: Client, rounds: list[Round]) -> list[EpisodeError | None]:
@@ -286,8 +286,8 @@ def test_errors_keep_their_kind_where_it_is_known() -> None:
 def test_another_process_stores_rounds(ledger: Ledger, server: LedgerServer) -> None:
     (episode,) = open_running(ledger, task=0)
     code = (
-        "from tests.buffers.remote.test_ledger_server import Client, LedgerServer, make_round, put_rounds;"
-        f"client = Client({str(server.address)!r}, LedgerServer, secret={SECRET!r}, answer_s=20);"
+        "from tests.buffers.remote.test_ledger_server import Client, make_round, put_rounds;"
+        f"client = Client({str(server.address)!r}, secret={SECRET!r}, answer_s=20);"
         f"print(put_rounds(client, [make_round({episode.episode_id!r}, index=i) for i in range(3)])); client.close()"
     )
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
