@@ -36,7 +36,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
 from buffers.remote.ledger_server import LedgerServer
-from buffers.remote.remote_ledger import ANSWER_S, put_stored
+from buffers.remote.remote_ledger import ANSWER_S
 from buffers.wire.client import Client
 
 RIVAL = "TransferQueue==0.1.11"
@@ -172,13 +172,13 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
 def put_rows(*, endpoint: str, episodes: list[str], size: int, tokens: int, **_: Any) -> list[float]:
     """Sends rounds from this process over the wire: each put is on disk when it is answered. The first one is not counted."""
     seconds = []
-    with Client(endpoint, LedgerServer, secret=SECRET, answer_s=ANSWER_S) as client:
+    with Client(endpoint, secret=SECRET, answer_s=ANSWER_S) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()
-            errors = put_stored(client, [stored_round(each) for each in rounds])
+            outcomes = client.call(LedgerServer.put_rounds, rounds=[stored_round(each) for each in rounds])
             seconds.append(time.perf_counter() - began)
-            assert not any(errors), errors
+            assert not any(refusal for _, refusal in outcomes), outcomes
     return seconds[1:]
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -790,6 +791,12 @@ class ServeConfig(Section):
     judge: NextTurnConfig = NextTurnConfig()
 
 
+def _idle(name: str, section: Section, needs: str) -> Iterator[str]:
+    """The refusal of the first key of a section that is set, though all of them need another one."""
+    for key in section.model_dump(exclude_defaults=True):
+        yield f"{name}.{key} has an effect with {needs}, or leave it out"
+
+
 class Config(Section):
     """A whole run. See configs/demo.yaml for a complete example."""
 
@@ -841,54 +848,50 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
+        for refusal in self._check():
+            raise ValueError(refusal)
+        return self
+
+    def _check(self) -> Iterator[str]:
+        """What keys of several sections refuse of one another."""
         learner = self.learner
-        self._check_roles()
-        self._check_judge()
+        yield from self._check_roles()
+        yield from self._check_judge()
         if learner.advantage == "gae" and learner.critic == "none":
-            raise ValueError(
-                "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
-            )
+            yield "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
         if learner.advantage == "none" and not (learner.teacher.path or learner.hints.coef):
-            raise ValueError(
-                "learner.advantage=none needs another signal, got learner.teacher.path='' and learner.hints.coef=0; set one of them"
-            )
+            yield "learner.advantage=none needs a signal, got learner.teacher.path='' and learner.hints.coef=0; set one of them"
         needs_siblings = "sibling" in learner.hints.sources and not self.serve.enabled  # sessions have none
-        if learner.hints.coef and needs_siblings and self.buffer.group_size < 2:
-            raise ValueError(
-                f"learner.hints.sources=sibling compares episodes of one task: buffer.group_size must be >= 2, got "
-                f"{self.buffer.group_size}; set buffer.group_size=8"
-            )
-        compares_groups = learner.advantage not in ("gae", "reinforce_plus_plus", "none")
-        if compares_groups and self.buffer.group_size < 2:
-            raise ValueError(
-                f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
-                f"got {self.buffer.group_size}; set buffer.group_size=8"
-            )
-        self._check_data()
+        compares = {
+            "learner.hints.sources=sibling": learner.hints.coef and needs_siblings,
+            f"learner.advantage={learner.advantage}": learner.advantage not in ("gae", "reinforce_plus_plus", "none"),
+            "data.reward_manager=dapo": self.data.reward_manager == "dapo",
+        }
+        if self.buffer.group_size < 2 and (found := [key for key, is_so in compares.items() if is_so]):
+            yield f"{found[0]} compares episodes of one task: buffer.group_size must be >= 2, got 1; set buffer.group_size=8"
+        yield from self._check_data()
         fewest, least = self.agents.fewest_members, 1 if learner.advantage in ("gae", "none") else 2
         if fewest is not None and not least <= fewest <= self.buffer.group_size:
-            raise ValueError(
+            yield (
                 f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "
                 f"learner.advantage={learner.advantage}, got {fewest}; set agents.fewest_members={self.buffer.group_size}"
             )
         if self.run.debug and learner.ranks > 1:
-            raise ValueError(
-                f"run.debug needs learner.ranks=1, as it runs in this process, got {learner.ranks}; set learner.ranks=1"
-            )
+            yield f"run.debug needs learner.ranks=1, as it runs in this process, got {learner.ranks}; set learner.ranks=1"
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
-            raise ValueError(
+            yield (
                 f"each learner rank needs an episode: buffer.groups_per_step * buffer.group_size must be >= learner.ranks, "
                 f"got {self.buffer.groups_per_step} * {self.buffer.group_size} < {learner.ranks}"
             )
         if self.rollout.sleep and self.buffer.max_policy_lag > 0:
-            raise ValueError(
+            yield (
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
         self._check_replay()
-        self._check_sft()
-        self._check_serve()
-        self._check_harbor()
+        yield from self._check_sft()
+        yield from self._check_serve()
+        yield from self._check_harbor()
         check_names(self.rollout.engine_args)
         check_engine_keys(
             self.rollout.engine,
@@ -898,11 +901,10 @@ class Config(Section):
             replays=learner.router_replay,
         )
         if self.rollout.max_tokens >= self.rollout.max_model_len:
-            raise ValueError(
+            yield (
                 f"rollout.max_tokens must be < rollout.max_model_len, got {self.rollout.max_tokens} >= "
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
-        return self
 
     def _check_replay(self) -> None:
         replay, learner = self.buffer.replay, self.learner
@@ -940,12 +942,9 @@ class Config(Section):
             if is_bad:
                 raise ValueError(f"buffer.replay.share {rule}; {remedy}")
 
-    def _check_serve(self) -> None:
+    def _check_serve(self) -> Iterator[str]:
         if not self.serve.enabled:
-            if given := list(self.serve.model_dump(exclude_defaults=True)):
-                raise ValueError(
-                    f"serve.{given[0]} has an effect with serve.enabled only, got false; start it by `understudy serve`"
-                )
+            yield from _idle("serve", self.serve, "serve.enabled only, got false; start it by `understudy serve`")
             return
         needed = {
             "server.processes": (self.server.processes, 1), "buffer.node": (self.buffer.node, ""),
@@ -955,17 +954,15 @@ class Config(Section):
         }  # fmt: skip
         for key, (value, only) in needed.items():
             if value != only:
-                raise ValueError(
-                    f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
-                )
+                yield f"serve.enabled learns from users' sessions: {key} must be {only!r}, got {value!r}; set it so"
         days = self.serve.retention_days
         if days is not None and days * 86_400 <= self.serve.silence_s:
-            raise ValueError(
+            yield (
                 f"serve.retention_days must be longer than serve.silence_s={self.serve.silence_s:g}, after which a session "
                 f"ends, got {days:g}; set serve.retention_days=30"
             )
         if self.serve.gate.tasks and not self.learner.lora.rank:
-            raise ValueError(
+            yield (
                 f"serve.gate compares adapters, which engines have beside one another: learner.lora.rank must be > 0 with "
                 f"serve.gate.tasks={self.serve.gate.tasks}, got 0; set learner.lora.rank=16"
             )
@@ -975,12 +972,12 @@ class Config(Section):
         }
         for key, value in of_adapters.items():
             if value and not self.learner.lora.rank:
-                raise ValueError(
+                yield (
                     f"{key} needs adapters, which engines have beside one another, got {key}={value} with learner.lora.rank=0; set "
                     f"learner.lora.rank=16, or leave it out"
                 )
             if value and self.roles:
-                raise ValueError(
+                yield (
                     f"{key} is of versions of one policy, got {', '.join(self.roles)} with adapters of their own; leave roles or "
                     f"{key} out"
                 )
@@ -988,142 +985,125 @@ class Config(Section):
         if not self.serve.gate.session_share and (
             given := [key for key in ("sessions", "session_hours") if key in trial]
         ):
-            raise ValueError(
-                f"serve.gate.{given[0]} has an effect with serve.gate.session_share only, got 0; set that to 0.1"
-            )
+            yield f"serve.gate.{given[0]} has an effect with serve.gate.session_share only, got 0; set that to 0.1"
         if self.roles and not self.learner.lora.per_role:
-            raise ValueError(
+            yield (
                 f"roles of a live run are its users, each with an adapter of its own, got {', '.join(self.roles)} with "
                 f"learner.lora.per_role=false; set it to true, or leave roles out"
             )
         if self.roles and self.serve.gate.tasks:
-            raise ValueError(
+            yield (
                 f"serve.gate compares versions of one policy, got {', '.join(self.roles)} with adapters of their own; leave roles "
                 f"or serve.gate.tasks out"
             )
-        if not self.serve.judge.model and (given := list(self.serve.judge.model_dump(exclude_defaults=True))):
-            raise ValueError(
-                f"serve.judge.{given[0]} has an effect with serve.judge.model only, got none; set that to policy, or a URL"
+        if not self.serve.judge.model:
+            yield from _idle(
+                "serve.judge", self.serve.judge, "serve.judge.model only, got none; set that to policy, or a URL"
             )
         if self.serve.judge.model not in ("", "policy") and not self.serve.judge.model.startswith(
             ("http://", "https://")
         ):
-            raise ValueError(
+            yield (
                 f"serve.judge.model must be policy, or the URL of an OpenAI-compatible API, got {self.serve.judge.model!r:.80}; "
                 f"set it to one"
             )
         if self.serve.gate.tasks and not self.data.scorer:
-            raise ValueError(
-                "serve.gate.tasks are scored by data.scorer, got ''; set data.scorer=exact_match, or another"
-            )
+            yield "serve.gate.tasks are scored by data.scorer, got ''; set data.scorer=exact_match, or another"
 
-    def _check_sft(self) -> None:
+    def _check_sft(self) -> Iterator[str]:
         sft = self.sft
         if self.learner.stage == "sft" and not sft.demonstrations:
-            raise ValueError(
-                "learner.stage=sft learns from demonstrations, got sft.demonstrations=''; set it to a parquet or JSONL file"
-            )
+            yield "learner.stage=sft learns from demonstrations, got sft.demonstrations=''; set it to a parquet or JSONL file"
         if self.learner.stage == "sft" and self.learner.lora.per_role:
-            raise ValueError("learner.stage=sft trains one policy, got learner.lora.per_role=true; leave it out")
+            yield "learner.stage=sft trains one policy, got learner.lora.per_role=true; leave it out"
         if sft.patience is not None and not sft.validation:
-            raise ValueError(
+            yield (
                 f"sft.patience={sft.patience} looks at the loss of held-out conversations, got sft.validation=''; set "
                 f"sft.validation=0.05"
             )
 
-    def _check_roles(self) -> None:
+    def _check_roles(self) -> Iterator[str]:
         if self.roles and not any(role.is_trained for role in self.roles.values()):
-            raise ValueError(
+            yield (
                 f"roles must name one that the policy plays, got {', '.join(self.roles)}; add one without frozen and url: "
                 f"roles: {{solver: {{}}}}"
             )
-        if self.roles and self.server.processes > 1:
-            raise ValueError(
-                f"roles are served by one process, got server.processes={self.server.processes}; set server.processes=1"
-            )
+        for key, given in (("roles", self.roles), ("env.harbor.server_url", self.env.harbor.server_url)):
+            if given and self.server.processes > 1:
+                yield f"{key} needs one process that serves, got server.processes={self.server.processes}; set server.processes=1"
         if self.learner.lora.per_role:
-            self._check_adapters()
+            yield from self._check_adapters()
         for name, role in self.roles.items():
             if role.key_variable and role.key_variable in self.agents.environment:
-                raise ValueError(
+                yield (
                     f"roles.{name}.key_variable must stay from agents, got {role.key_variable}, which agents.environment names; "
                     f"take it out there"
                 )
             if role.frozen is not None and self.rollout.engine != "vllm":
-                raise ValueError(
+                yield (
                     f"roles.{name}.frozen needs an engine of the run's own, got rollout.engine={self.rollout.engine}; set "
                     f"rollout.engine=vllm, or roles.{name}.url"
                 )
 
-    def _check_adapters(self) -> None:
+    def _check_adapters(self) -> Iterator[str]:
         """Refuses what cannot be beside `learner.lora.per_role`."""
         learner = self.learner
         if not any(role.is_trained for role in self.roles.values()):
-            raise ValueError(
+            yield (
                 "learner.lora.per_role gives each role an adapter, got no roles; set roles: {solver: {}, critic: {}}, or leave it "
                 "out"
             )
         if learner.advantage == "gae":
-            raise ValueError(
+            yield (
                 "learner.lora.per_role has no critic for each role, got learner.advantage=gae; set learner.advantage=grpo and "
                 "learner.critic=none"
             )
         if self.buffer.node:
-            raise ValueError(
-                f"learner.lora.per_role needs all of the run on one machine, got buffer.node={self.buffer.node}; leave one out"
-            )
+            yield f"learner.lora.per_role needs all of the run on one machine, got buffer.node={self.buffer.node}; leave one out"
         for name, role in self.roles.items():
             if isinstance(role.frozen, int):
-                raise ValueError(
+                yield (
                     f"roles.{name}.frozen={role.frozen} is an earlier version of the one policy, got learner.lora.per_role=true, "
                     f"with which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
                 )
 
-    def _check_judge(self) -> None:
+    def _check_judge(self) -> Iterator[str]:
         data, judge, role = self.data, self.data.judge, self.roles.get("judge")
         if "judge" not in data.scorers:
-            if given := list(judge.model_dump(exclude_defaults=True)):
-                raise ValueError(
-                    f"data.judge.{given[0]} has an effect with data.scorer=judge only, got {data.scorer!r}; set "
-                    f"data.scorer=judge, or leave it out"
-                )
+            yield from _idle("data.judge", judge, f"data.scorer=judge only, got {data.scorer!r}; set data.scorer=judge")
             return
         if role is None or role.is_trained:
-            raise ValueError(
+            yield (
                 f"data.scorer=judge asks the role 'judge', which must be one that is not trained, got "
                 f"{'no such role' if role is None else 'one that is'}; set roles={{player: {{}}, judge: {{frozen: 0}}}} for the "
                 f"policy itself, or {{frozen: FOLDER}}, or {{url: https://HOST/v1, key_variable: VARIABLE}}"
             )
         if judge.mode == "ranking":
-            self._check_ranking()
+            yield from self._check_ranking()
 
-    def _check_ranking(self) -> None:
+    def _check_ranking(self) -> Iterator[str]:
         agents, members = self.agents, self.members
         if not isinstance(agents.concurrency, int) or agents.concurrency < members:
-            raise ValueError(
+            yield (
                 f"data.judge.mode=ranking has the {members} members of a group wait for one another: agents.concurrency must be a "
                 f"number >= {members}, got {agents.concurrency}; set agents.concurrency={4 * members}"
             )
         for key, value in (("fewest_members", agents.fewest_members), ("silence_s", agents.silence_s)):
             if value is not None:
-                raise ValueError(
+                yield (
                     f"data.judge.mode=ranking ranks whole groups, whose members wait for one another, got agents.{key}={value}; "
                     f"leave it out"
                 )
         if self.data.validation.tasks and self.data.scorers[0] == "judge" and not self.data.judge.truth:
-            raise ValueError(
+            yield (
                 "data.judge.mode=ranking cannot score validation tasks, whose mean place is always 1/2, got data.judge.truth=''; "
                 "set it to what scores them, or leave data.validation.tasks out"
             )
 
-    def _check_harbor(self) -> None:
+    def _check_harbor(self) -> Iterator[str]:
         harbor = self.env.harbor
         if not harbor.agent:
-            if given := [name for name in harbor.model_dump(exclude_defaults=True) if name != "agent"]:
-                raise ValueError(
-                    f"env.harbor.{given[0]} has an effect with env.harbor.agent only, got none; set env.harbor.agent=terminus-2, "
-                    f"or leave env.harbor.{given[0]} out"
-                )
+            yield from _idle("env.harbor", harbor, "env.harbor.agent only, got none; set env.harbor.agent=terminus-2")
             return
         others = {
             "agents.command": self.agents.command,
@@ -1132,45 +1112,29 @@ class Config(Section):
             "data.scorer": self.data.scorer,
         }
         if given := [key for key, value in others.items() if value]:
-            raise ValueError(
+            yield (
                 f"env.harbor.agent={harbor.agent} plays and scores by itself, got {given[0]}={others[given[0]]} beside it; leave "
                 f"one of them out"
             )
         if owned := sorted(HARBOR_OWNED & harbor.trial.keys()):
-            raise ValueError(
-                f"env.harbor.trial must not hold what a run sets itself, got {owned[0]}; use the other keys of env.harbor"
-            )
-        if harbor.server_url and self.server.processes > 1:
-            raise ValueError(
-                f"env.harbor.server_url is the address of one process, got server.processes={self.server.processes}; set "
-                f"server.processes=1"
-            )
+            yield f"env.harbor.trial must not hold what a run sets itself, got {owned[0]}; use the other keys of env.harbor"
 
-    def _check_data(self) -> None:
+    def _check_data(self) -> Iterator[str]:
         data = self.data
         if data.reward_manager == "batch" and not data.scorer:
-            raise ValueError(
-                "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
-            )
+            yield "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
         if data.sampler != "uniform" and not data.task_files:
-            raise ValueError(
+            yield (
                 f"data.sampler={data.sampler} draws from data.tasks, which must be set, got ''; set data.tasks=FILE, or leave "
                 f"data.sampler out"
-            )
-        if data.reward_manager == "dapo" and self.buffer.group_size < 2:
-            raise ValueError(
-                f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
-                f"{self.buffer.group_size}; set buffer.group_size=8"
             )
         # a data set, which has no suffix, is known by its whole name
         names = [PurePath(path).stem if PurePath(path).suffix else path for path in data.task_files]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"
-            )
+            yield f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"
         validation = data.validation.tasks
         if validation and PurePath(validation) in map(PurePath, data.task_files):
-            raise ValueError(
+            yield (
                 f"data.validation.tasks must name another file than data.tasks, got {validation} for both; validation tasks "
                 f"are never trained on: split the file"
             )

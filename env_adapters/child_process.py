@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,19 +41,14 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     return [program, *(os.path.realpath(word) if os.path.isfile(word) else word for word in words[1:])]
 
 
+@dataclass(eq=False)
 class Child:
     """One running program. Start -> (wait | first_line) -> stop."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        *,
-        log: Path,
-        stdout: Pipe | None = None,
-    ) -> None:
-        self._process = process
-        self.log = log
-        self._stdout = stdout
+    process: asyncio.subprocess.Process
+    _: KW_ONLY
+    log: Path
+    stdout: Pipe | None = None
 
     @classmethod
     async def start(
@@ -86,7 +81,7 @@ class Child:
 
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
-        return await self._process.wait()
+        return await self.process.wait()
 
     async def killed(self) -> bool:
         """True if a signal has ended it, or does so now."""
@@ -97,15 +92,15 @@ class Child:
 
     async def first_line(self) -> str:
         """The first line of standard output; empty when the program ended without one."""
-        assert self._stdout is not None, "start with pipe_stdout=True"
-        return (await self._stdout.reader.readline()).decode(errors="replace").strip()
+        assert self.stdout is not None, "start with pipe_stdout=True"
+        return (await self.stdout.reader.readline()).decode(errors="replace").strip()
 
     async def output(self, *, most: int) -> bytes:
         """Copy standard output to the log until it ends; its last `most` bytes. No more than that is ever in memory."""
-        assert self._stdout is not None, "start with pipe_stdout=True"
+        assert self.stdout is not None, "start with pipe_stdout=True"
         tail = b""
         with self.log.open("ab", buffering=0) as sink:
-            while chunk := await self._stdout.reader.read(CHUNK_BYTES):
+            while chunk := await self.stdout.reader.read(CHUNK_BYTES):
                 with suppress(
                     OSError
                 ):  # what a full disk does not take is missing in the log, and is judged all the same
@@ -119,18 +114,18 @@ class Child:
 
     async def stop(self, first: signal.Signals = signal.SIGTERM, *, grace_s: float = STOP_GRACE_S) -> None:
         """End the program's process group: `first`, then SIGKILL after a grace period. Safe to call twice."""
-        signal_group(self._process.pid, first)
+        signal_group(self.process.pid, first)
         # Not wait_for: Python 3.11's loses a cancellation that comes as the process ends, and its task would never end.
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        signal_group(self._process.pid, signal.SIGKILL)  # also ends grandchildren that ignored the first signal
-        await self._process.wait()
+                await self.process.wait()
+        signal_group(self.process.pid, signal.SIGKILL)  # also ends grandchildren that ignored the first signal
+        await self.process.wait()
 
     def close(self) -> None:
         """Stop reading standard output."""
-        if self._stdout is not None:
-            self._stdout.transport.close()
+        if self.stdout is not None:
+            self.stdout.transport.close()
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:

@@ -18,9 +18,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffers.errors import EngineError, UnderstudyError, WeightsError
+from buffers.weights.node_weights import NodeWeights, WeightNode, folder_on
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.checkpoints.weight_sync import EarlierVersions, Follower, RoleWeights, WeightSync
@@ -32,12 +33,8 @@ from mocked_server.keys import wire_secret
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec
-from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.vllm.hosted.program import ActorHost, ChildHost, HostSettings
 from mocked_server.vllm.hosted.remote_engine import RemoteEngine
-
-if TYPE_CHECKING:
-    from learner.checkpoints.weight_nodes import WeightNode
-    from mocked_server.vllm.hosted.ray_host import RayHost
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +70,12 @@ def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path, saved: Pa
         return RoleWeights(folder, roles=config.adapter_roles, saved=saved)
 
     def make_node(node_id: str, sync: WeightSync) -> WeightNode:
-        from learner.checkpoints.weight_nodes import WeightNode
+        from buffers.remote.ray_actor import RayActor, on_node
 
-        address = nodes.address_of(node_id)
-        return WeightNode(node_id, run_folder=sync.folder, host=address, secret=sync.secret, file=sync.file)
+        variables = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        folder, host = folder_on(sync.folder, node_id), nodes.address_of(node_id)
+        place = on_node(node_id, environment=variables)
+        return WeightNode(node_id, RayActor(place, NodeWeights, folder, host=host, secret=sync.secret, file=sync.file))
 
     return WeightSync(
         folder,
@@ -97,11 +96,11 @@ class PlacedHost:
         self._weights = weights
         self._node_id = ""
         """Its node by Ray's name; empty: the run's own."""
-        self._host: RayHost | None = None
+        self._host: ActorHost | None = None
 
     async def start(self) -> str:
         """Returns its address once it listens. Raises EngineDied, EngineError."""
-        from mocked_server.vllm.hosted.ray_host import RayHost
+        from buffers.remote.ray_actor import RayActor, on_node
 
         name = self._settings.name
         await self.end()
@@ -117,13 +116,10 @@ class PlacedHost:
         cards = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         logs = {name: level for name, level in os.environ.items() if name.startswith("VLLM_LOGGING_LEVEL")}
         environment = {"PYTHONPATH": python_path(), **logs, **(cards if devices else {})}
-        self._host = RayHost(
-            self._settings,
-            # Beside a rank the card is counted for that.
-            num_gpus=0 if place.beside_rank else len(place.cards),
-            environment=environment,
-            node_id=node.id,
-        )
+        # Beside a rank the card is counted for that.
+        at = on_node(node.id, environment=environment, num_gpus=0 if place.beside_rank else len(place.cards))
+        settings = replace(self._settings, host=node.address)
+        self._host = ActorHost(name, partial(RayActor, at, ChildHost, settings))
         address = await self._host.start()
         logger.info("engine %s is on node %s", name, node.address)
         return address

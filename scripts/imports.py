@@ -42,7 +42,6 @@ OWNERS = {
         "learner/startup/ray_cluster.py",
         "buffers/remote/ray_actor.py",
         "buffers/remote/ledger_actor.py",
-        "mocked_server/vllm/hosted/ray_host.py",
     },
     "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},

@@ -21,19 +21,24 @@ _KEY = "call:"
 
 
 def idempotent(
-    db: sqlite3.Connection, *, caller: str, number: int, place: int, operation: Callable[[sqlite3.Connection], Any]
-) -> Any:
-    """Runs `operation`, or returns the stored answer if this call ran before. Keeps the newest call per (caller, place)."""
-    key = f"{_KEY}{caller}:{place}"
+    db: sqlite3.Connection, *, caller: str, number: int, oldest: int, place: int,
+    operation: Callable[[sqlite3.Connection], Any],
+) -> Any:  # fmt: skip
+    """Runs `operation`, or returns the stored answer if this call ran before. The caller has the answers to calls before `oldest`,
+    which are kept no longer."""
+    calls = f"{_KEY}{caller}:"
+    db.execute("DELETE FROM meta WHERE key BETWEEN ? AND ?", (calls, f"{calls}{oldest:012}"))
+    key = f"{calls}{number:012}:{place}"
     found = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    if found is not None and (told := json.loads(found[0]))["number"] == number:
+    if found is not None:
+        told = json.loads(found[0])
         batch = told["kind"] == "batch"
         if not batch or _is_active(db, lease_id=told["answer"][0]):
             return _read(db, kind=told["kind"], answer=told["answer"])
     outcome = operation(db)
     if not isinstance(outcome, UnderstudyError):
         kind, answer = _written(outcome)
-        told = json.dumps({"number": number, "kind": kind, "answer": answer})
+        told = json.dumps({"kind": kind, "answer": answer})
         db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, told))
     return outcome
 

@@ -111,6 +111,11 @@ class ChildActor(Actor):
         self._end(ActorDied(f"{self._title} was ended"))
         self._process.kill()
 
+    async def stop(self) -> None:
+        """`kill`, and wait until the process has ended."""
+        self.kill()
+        await asyncio.to_thread(self._process.join)
+
     def _send(self, *message: Any) -> None:
         """Send it, in a thread: what is large takes a while."""
         self._sender.submit(self._connection.send, message).add_done_callback(partial(self._see_sent, message[0]))

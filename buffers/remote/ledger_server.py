@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,20 +27,11 @@ from buffers.remote import messages
 from buffers.remote.messages import EventPage, LedgerState
 from buffers.wire.address import Way
 from buffers.wire.rpc import NOTHING, Later, RemoteError, remote
-from buffers.wire.service import Service
+from buffers.wire.service import Call, Service
 
 _MAX_EVENTS = 1024
 Outcome = tuple[msgspec.Raw, RemoteError | None]
 """What an operation answered, or raised."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """A client that waits for events, until `ready`."""
-
-    cursor: tuple[str, int]
-    until: float
-    ready: Future[None] = field(default_factory=Future)
 
 
 class LedgerServer(Service):
@@ -54,8 +44,10 @@ class LedgerServer(Service):
         self._lock = threading.Lock()
         self._events: deque[LedgerEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
-        self._asked_at = time.monotonic()
-        self._readers: list[_Reader] = []
+        self._heard_at = time.monotonic()
+        """Time of the last message of a reader that has left."""
+        self._readers: dict[Call[EventPage], tuple[str, int]] = {}
+        """Calls of those who read events, each with the cursor of what was sent."""
         self._unwatch = ledger.watch(self._on_event)
         self.listen()
 
@@ -66,8 +58,8 @@ class LedgerServer(Service):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request for events."""
-        return time.monotonic() - self._asked_at
+        """Seconds since the last message of anybody who reads events."""
+        return time.monotonic() - max([self._heard_at, *(call.caller.peer.heard_at for call in list(self._readers))])
 
     def close(self) -> None:
         self._unwatch()
@@ -82,29 +74,30 @@ class LedgerServer(Service):
             )
 
     @remote
-    def put_rounds(self, rounds: list[StoredRound]) -> Later[list[RemoteError | None]]:
-        """Store them: why each was refused, None for those that are on disk."""
+    def put_rounds(self, rounds: list[StoredRound]) -> Later[list[Outcome]]:
+        """Store them: nothing for those that are on disk, why each other was refused."""
         kept: list[StoredRound] = []
-        refused: dict[int, RemoteError] = {}
+        refused: dict[int, EpisodeError] = {}
         for place, each in enumerate(rounds):
             try:
                 kept.append(_checked(each))
             except EpisodeError as error:
-                refused[place] = RemoteError.of(error)
+                refused[place] = error
         stored = self._ledger.put_rounds(kept)
         return Later([stored], partial(self._stored, stored, refused))
 
-    def _stored(self, stored: Future[Any], refused: dict[int, RemoteError]) -> list[RemoteError | None]:
+    def _stored(self, stored: Future[Any], refused: dict[int, EpisodeError]) -> list[Outcome]:
         outcomes = iter(stored.result())
         number = len(refused) + len(stored.result())
         errors = [refused[place] if place in refused else next(outcomes) for place in range(number)]
-        return [RemoteError.of(error) if isinstance(error, Exception) else error for error in errors]
+        return [(NOTHING, None if error is None else RemoteError.of(error)) for error in errors]
 
     @remote
-    def apply(self, caller: str, number: int, jobs: list[tuple[str, msgspec.Raw]]) -> Later[list[Outcome]]:
-        """Run operations in their order: what each answered, or raised. The same number of a caller again is the same call."""
+    def apply(self, caller: str, number: int, oldest: int, jobs: list[tuple[str, msgspec.Raw]]) -> Later[list[Outcome]]:
+        """Run operations in their order: what each answered, or raised. The same number of a caller again is the same call. It has
+        the answers to all calls before `oldest`."""
         futures = [
-            self._submit(name, arguments, caller=caller, number=number, place=place)
+            self._submit(name, arguments, caller=caller, number=number, oldest=oldest, place=place)
             for place, (name, arguments) in enumerate(jobs)
         ]
         return Later(futures, partial(self._answered, futures))
@@ -139,13 +132,15 @@ class LedgerServer(Service):
         self._ledger.run(partial(forget, caller=caller))
 
     @remote
-    def events(self, life: str, number: int, wait_s: float) -> Later[EventPage]:
-        """The events after this cursor; waits for one."""
-        self._asked_at = time.monotonic()
-        reader = _Reader((life, number), self._asked_at + wait_s)
-        self._readers.append(reader)
-        self.on_tick()
-        return Later([reader.ready], lambda: self._page(reader.cursor))
+    def events(self, call: Call[EventPage], life: str, number: int) -> None:
+        """Tell the events after this cursor, as they come."""
+        self._readers[call] = (life, number)
+        call.on_abort = partial(self._leave, call)
+        self._tell()
+
+    def _leave(self, reader: Call[EventPage]) -> None:
+        del self._readers[reader]
+        self._heard_at = max(self._heard_at, reader.caller.peer.heard_at)
 
     def _on_event(self, event: LedgerEvent) -> None:
         """Called in the thread that committed."""
@@ -153,15 +148,14 @@ class LedgerServer(Service):
             self._events.append(event)
             self._num_events += 1
         if self._listener is not None:
-            self._listener.call(self.on_tick)
+            self._listener.call(self._tell)
 
-    def on_tick(self) -> None:
-        """Answer those who wait for events that are there, or have waited long enough."""
-        now = time.monotonic()
-        for reader in list(self._readers):
-            if reader.cursor != self.cursor or now >= reader.until:
-                self._readers.remove(reader)
-                reader.ready.set_result(None)
+    def _tell(self) -> None:
+        for reader, cursor in list(self._readers.items()):
+            if cursor != self.cursor:
+                page = self._page(cursor)
+                self._readers[reader] = page.cursor
+                reader.push(page)
 
     def _page(self, cursor: tuple[str, int]) -> EventPage:
         life, number = cursor

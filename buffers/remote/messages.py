@@ -1,4 +1,5 @@
-"""What travels between a ledger's process and those who use it: operations with their answers, rounds, events. Pure.
+"""What travels between a ledger's process and those who use it: operations with their answers, rounds, events. Pure, but for the
+futures of what waits.
 
 Used by `ledger_server` and `remote_ledger`. An operation travels as its name and its arguments; both sides read their types from
 the signature of the function of that name in `buffers.ledger`, so what is not of these types is refused before it runs.
@@ -8,20 +9,28 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from buffers.errors import UnderstudyError
+from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import task_payload
-from buffers.ledger.group_commit import Rules
+from buffers.ledger.episodes import MAX_NUMBER, MAX_REASON, StoredRound
 from buffers.ledger.ledger import LedgerEvent
 from buffers.records import Episode, Task
+from buffers.wire.listener import MAX_MESSAGE_BYTES
 from buffers.wire.rpc import arguments_of, decoder_of, pack
+
+MAX_FRAME_BYTES = 64 << 20
+"""Most that is asked for in one call, which is in memory on both sides."""
+_MAX_ENTRIES = 1024
+_ENTRY_BYTES = 128
+"""Bytes of a round or an operation in a message, beside its texts and arrays."""
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -38,14 +47,79 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 """All that may be asked of a ledger, beside storing rounds: what is not here does not exist for another process."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """One operation on its way. `episode_id`: the one that it belongs to; None: to none, or to several."""
 
     name: str
-    arguments: bytes
-    episode_id: str | None
-    rules: Rules
+    arguments: msgspec.Raw
+    episode_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outgoing:
+    """What is sent, and gets an answer: an operation, or a round."""
+
+    what: Job | StoredRound
+    future: Future[Any] = field(default_factory=Future)
+
+    @property
+    def size(self) -> int:
+        """Bytes in a message, at most."""
+        if isinstance(self.what, Job):
+            return len(self.what.arguments) + _ENTRY_BYTES
+        return size_of(self.what)
+
+
+def together(items: Iterable[Outgoing]) -> Iterator[list[Outgoing]]:
+    """Items of one kind together, as far as a call holds them. Those of one episode stay in their order, and so do all operations;
+    a round goes ahead of operations of other episodes, so that many episodes at once need few calls."""
+    rounds: list[Outgoing] = []
+    jobs: list[Outgoing] = []
+    named: set[str | None] = set()
+    for item in items:
+        if isinstance(item.what, Job):
+            jobs.append(item)
+            named.add(item.what.episode_id)
+            continue
+        if item.what.episode_id in named:
+            yield from (*_calls(rounds), *_calls(jobs))
+            rounds, jobs, named = [], [], set()
+        rounds.append(item)
+    yield from (*_calls(rounds), *_calls(jobs))
+
+
+def _calls(items: list[Outgoing]) -> Iterator[list[Outgoing]]:
+    total = start = 0
+    for place, item in enumerate(items):
+        if place > start and (total + item.size > MAX_FRAME_BYTES or place - start == _MAX_ENTRIES):
+            yield items[start:place]
+            total, start = 0, place
+        total += item.size
+    if items:
+        yield items[start:]
+
+
+def size_of(stored: StoredRound) -> int:
+    """Bytes of a round in a message, at most."""
+    arrays = len(stored.body) + len(stored.memo or b"") + len(stored.trained or b"")
+    return arrays + _ENTRY_BYTES + 4 * (len(stored.episode_id) + len(stored.finish_reason))
+
+
+def check_round(stored: StoredRound) -> None:
+    """Raises EpisodeError for a round that no message could hold."""
+    numbers = (stored.round_index, stored.parent or 0)
+    if max(map(abs, numbers)) > MAX_NUMBER:
+        raise EpisodeError(
+            f"round_index of episode {stored.episode_id:.100} must be between 0 and {MAX_NUMBER}, got {stored.round_index} with "
+            f"parent {stored.parent}; count rounds as generations end"
+        )
+    if (size := size_of(stored)) > MAX_FRAME_BYTES or len(stored.finish_reason) > MAX_REASON:
+        raise EpisodeError(
+            f"round {stored.round_index} of episode {stored.episode_id:.100} must have at most {MAX_FRAME_BYTES} bytes, and "
+            f"{MAX_REASON} characters of why it ended, got {size} and {len(stored.finish_reason)}; record it with finish_reason "
+            f"abort and without tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +173,21 @@ class WireEpisode(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-def job_of(operation: Callable[..., Any], *, rules: Rules) -> Job:
-    """An operation whose arguments are bound by name. Raises UnderstudyError for what no other process may ask for, ValueError
-    and TypeError for arguments that cannot travel."""
-    function, keywords = getattr(operation, "func", operation), dict(getattr(operation, "keywords", {}))
+def job_of(operation: Callable[..., Any]) -> Job:
+    """An operation whose arguments are bound by name. Raises UnderstudyError for what no other process may ask for, or no message
+    could hold, ValueError and TypeError for arguments that cannot travel."""
+    function, keywords = getattr(operation, "func", operation), getattr(operation, "keywords", {})
     name = getattr(function, "__name__", str(function))
     if OPERATIONS.get(name) is not function:
         raise UnderstudyError(
             f"a ledger in another process must be asked for one of its own operations, got {name:.60}"
         )
-    return Job(name=name, arguments=bytes(pack(keywords)), episode_id=keywords.get("episode_id"), rules=rules)
+    arguments = pack(keywords)
+    if len(arguments) > MAX_MESSAGE_BYTES - _ENTRY_BYTES:
+        raise UnderstudyError(
+            f"the arguments of {name} must have at most {MAX_MESSAGE_BYTES} bytes, got {len(arguments)}; ask for less"
+        )
+    return Job(name, arguments, keywords.get("episode_id"))
 
 
 def operation_of(name: str, arguments: msgspec.Raw) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
 from buffers.remote.actor import REFUSALS, Actor, ActorDied, ActorRefused, CallFailed
@@ -34,22 +34,11 @@ class ActorUnplaced(ActorDied):
     """No node has room for the actor, or its node is gone."""
 
 
-def on_node(
-    node_id: str | None,
-    *,
-    environment: Mapping[str, str],
-    num_gpus: int = 0,
-    bundle: tuple[Any, int] | None = None,
-) -> dict[str, Any]:
-    """Ray's options of what runs there. `bundle`: (placement group, index of its bundle), in place of a node; with neither Ray
-    chooses. `environment`: of its process; `num_gpus`: cards that Ray counts for it, on a machine without any 0."""
-    strategy: Any = None
-    if bundle is not None:
-        strategy = PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
-    elif node_id is not None:
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+def on_node(node_id: str, *, environment: Mapping[str, str], num_gpus: int = 0) -> dict[str, Any]:
+    """Ray's options of what runs there. `environment`: of its process; `num_gpus`: cards that Ray counts for it, on a machine
+    without any 0."""
     return {
-        "num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy,
+        "num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         "runtime_env": {"env_vars": dict(environment)},
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Makes a dense folder, which engines load, of a published version: the one puller of a node.
 
-Run by `buffers.weights.__main__` in a process of its own. It takes what it lacks: the patches since the version that it has, or
+Used by `buffers.weights.puller_process`. It takes what it lacks: the patches since the version that it has, or
 the newest dense version and the patches after that when it joins late. Invariants: a folder in its place is whole and its
 weights have the checksums of the manifest, down to the last bit; it never changes, so an engine that loads it is not disturbed by
 the next version. After a crash it resumes with what is complete. It fetches and checks; its caller says what

@@ -1,113 +1,95 @@
-"""A node's puller in a process of its own, which is started again when it dies.
+"""A node's puller with its sources, and the same in a process of its own, which is started again when it dies.
 
-Used by `learner.checkpoints.weight_sync`, on its event loop, one call at a time. Copying and comparing the weights takes no time
-of the process that answers agents, and a puller that is killed loses nothing: the next one resumes with what is complete.
+`PullerProcess` is used by `learner.checkpoints.weight_sync`, on its event loop, one call at a time. Copying and comparing the
+weights takes no time of the process that answers agents, and a puller that is killed loses nothing: the next one resumes with what
+is complete. On other nodes `buffers.weights.node_weights` has a process that answers nobody else, and a puller in it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from buffers.errors import WeightsError
+from buffers.remote.actor import ActorDied, CallFailed, ChildActor
+from buffers.weights.puller import Puller
+from buffers.weights.version_server import WireSource
 
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 3
 """Deaths of the process in one call after which it is no accident."""
+TITLE = "understudy::weights_puller"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line for the process. See `PullerProcess`."""
+class NodePuller:
+    """Pulls from the versions in `source`, or on other nodes, into `folder`. `file`: see `Puller`; `secret`: of the wire to other
+    nodes. Raises WeightsError."""
 
-    source: str
-    folder: str
-    file: str
-    secret: bytes
-    removes: str
+    def __init__(self, source: Path, folder: Path, *, file: str, secret: bytes = b"") -> None:
+        self._source = WireSource(source, secret=secret)
+        self._puller = Puller(self._source, folder, file=file)
+
+    def pull(self, name: str, *, home: str = "", shards: Mapping[str, str] | None = None) -> Path:
+        """The dense folder of the version. `home`, `shards`: see `WireSource.turn_to`; none: all is in `source`."""
+        self._source.turn_to(home, shards or {})
+        return self._puller.pull(name)
+
+    def copy(self, name: str, *, home: str) -> Path:
+        """The dense folder of the version, from the server at `home` that has that."""
+        self._source.turn_to(home, {})
+        return self._puller.copy(name)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Remove all other versions."""
+        self._puller.keep(names)
+
+    def close(self) -> None:
+        """End its connections."""
+        self._source.close()
 
 
 class PullerProcess:
-    """Pulls from the versions in `source` into `folder`. `python_path`: where the process finds this project. `secret`: of the
-    wire to other nodes. `removes`: a folder that goes with the process."""
+    """A `NodePuller` elsewhere, made with these arguments. `context`: of multiprocessing, which starts the process."""
 
-    def __init__(
-        self,
-        source: Path,
-        folder: Path,
-        *,
-        file: str,
-        python_path: str,
-        secret: bytes = b"",
-        removes: Path | None = None,
-    ) -> None:
-        self._words = [sys.executable, "-m", "buffers.weights"]
-        self._settings = Settings(
-            source=str(source), folder=str(folder), file=file, secret=secret, removes=str(removes or "")
-        )
-        self._environment = {**os.environ, "PYTHONPATH": python_path}
-        self._process: Process | None = None
+    def __init__(self, context: Any, *arguments: Path, **options: Any) -> None:
+        self._make: Callable[[], ChildActor] = partial(ChildActor, context, TITLE, NodePuller, *arguments, **options)
+        self._actor: ChildActor | None = None
 
     @property
     def pid(self) -> int | None:
         """Id of the process; None: there is none."""
-        return None if self._process is None else self._process.pid
+        return None if self._actor is None else self._actor.pid
 
-    async def pull(self, name: str, *, home: str = "", shards: Mapping[str, str] | None = None) -> Path:
-        """The dense folder of the version. `home`, `shards`: see `WireSource.turn_to`; none: all is in `source`. Raises
-        WeightsError; see `Puller.pull`."""
-        return Path((await self._call({"pull": name, "home": home, "shards": dict(shards or {})}))["folder"])
-
-    async def copy(self, name: str, *, home: str) -> Path:
-        """The dense folder of the version, from the server at `home` that has that. Raises WeightsError."""
-        return Path((await self._call({"copy": name, "home": home}))["folder"])
+    async def pull(self, name: str, *, shards: Mapping[str, str]) -> Path:
+        """See `NodePuller.pull`."""
+        folder: Path = await self._call("pull", name, shards=shards)
+        return folder
 
     async def keep(self, names: Sequence[str]) -> None:
-        """Removes all other versions from the folder."""
-        await self._call({"keep": list(names)})
+        """See `Puller.keep`."""
+        await self._call("keep", names)
 
-    async def _call(self, call: dict[str, object]) -> dict[str, str]:
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         for _ in range(MOST_DEATHS):
-            if self._process is None:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._words, stdin=PIPE, stdout=PIPE, env=self._environment
-                )
-                assert self._process.stdin is not None
-                self._process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-            line = await self._answer(self._process, call)
-            if line:
-                answer: dict[str, str] = json.loads(line)
-                if "error" in answer:
-                    raise WeightsError(answer["error"])
-                return answer
-            code = await self._process.wait()
-            self._process = None
-            logger.warning("the puller of the weights died (exit code %d): it is started again", code)
+            if self._actor is None:
+                self._actor = self._make()
+            try:
+                return await self._actor.call(method, *arguments, **options)
+            except ActorDied as death:
+                logger.warning("the puller of the weights died and is started again: %s", death)
+                self.close()
+            except CallFailed as error:
+                raise WeightsError(f"the puller of the weights failed: {error}") from error
         raise WeightsError(
-            f"the puller of the weights must answer {json.dumps(call)[:100]}, but died {MOST_DEATHS} times; see the log above"
+            f"the puller of the weights must {method} {arguments!s:.100}, but died {MOST_DEATHS} times; see the log above"
         )
 
-    async def _answer(self, process: Process, call: dict[str, object]) -> bytes:
-        """Empty: it has died."""
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(ConnectionError):
-            process.stdin.write(json.dumps(call).encode() + b"\n")
-            await process.stdin.drain()
-        return await process.stdout.readline()
-
-    async def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    def close(self) -> None:
+        """End the process."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            actor.kill()

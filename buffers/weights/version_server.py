@@ -118,7 +118,7 @@ class WireSource:
     def _read(self, address: str, name: str, file: str, *, size: int) -> Iterator[bytes]:
         client = self._clients.get(address)
         if client is None:
-            client = Client(address, VersionServer, secret=self._secret, answer_s=ANSWER_S)
+            client = Client(address, secret=self._secret, answer_s=ANSWER_S)
             self._clients[address] = client
         starts = iter(range(0, size, MAX_READ_BYTES))
         ahead = 1 if file == MANIFEST else AHEAD

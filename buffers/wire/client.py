@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, Self
 
 import msgspec
@@ -29,26 +30,18 @@ logger = logging.getLogger(__name__)
 Take = Callable[[Any, UnderstudyError | None, bool], object]
 """Gets (an item or the answer, or an error, whether it is the last)."""
 
+MOST_TOGETHER = 64 << 20
+"""Bytes of arguments after which no further call goes in the same message."""
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 _ITEMS = msgspec.msgpack.Decoder(list[Item])
 
 
 class Client:
-    """One thread at a time. `on_state` gets the service's state, with each answer and while there is none; an answer of which
-    nothing is heard for `answer_s` is lost. Making one, and every method, raises WireError."""
+    """One thread at a time. An answer of which nothing is heard for `answer_s` is lost. Making one, and every method, raises
+    WireError."""
 
-    def __init__(
-        self,
-        address: str | WireAddress,
-        service: type[Service],
-        *,
-        secret: bytes,
-        answer_s: float,
-        on_state: Callable[[Any], object] = lambda _: None,
-    ) -> None:
+    def __init__(self, address: str | WireAddress, *, secret: bytes, answer_s: float) -> None:
         self._answer_s = answer_s
-        self._state = method_of(service.state).answer
-        self._on_state = on_state
         self._number = 0
         self._connection = Connection(address, secret=secret)
 
@@ -71,18 +64,11 @@ class Client:
         self._connection.send(method.__name__, pack(arguments), number=self._number)
         return self._number
 
-    def tell(self, method: Callable[..., Any], /, **arguments: Any) -> None:
-        """Call it and want no answer."""
-        self._connection.send(method.__name__, pack(arguments))
-
     def answer(self, method: Callable[..., Any], number: int) -> Any:
         """What a call that was begun answers. Raises what it raises."""
         while (message := self._connection.receive(self._answer_s)) is not None:
-            if message.kind == "beat":
-                self._on_state(self._state.decode(message.body))
-            elif message.number == number:
+            if message.kind == "answer" and message.number == number:
                 answer = _ANSWER.decode(message.body)
-                self._on_state(self._state.decode(answer.state))
                 if answer.error is not None:
                     raise answer.error.raised()
                 return method_of(method).answer.decode(answer.value)
@@ -211,8 +197,10 @@ class AsyncClient:
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        if waiting and self.lost is None:
-            self._connection.post("calls", waiting)
+        while waiting and self.lost is None:
+            number = 1 + sum(size < MOST_TOGETHER for size in accumulate(len(call[2]) for call in waiting[:-1]))
+            self._connection.post("calls", waiting[:number])
+            waiting = waiting[number:]
 
     def _send_figures(self) -> None:
         assert self._figures is not None

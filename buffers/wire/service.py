@@ -130,7 +130,7 @@ class Service:
         self._loop = loop
         self._listener = Listener(
             on_message=lambda peer, message: self._run(self._take, peer, message),
-            on_tick=lambda: self._run(self._tick),
+            on_tick=lambda: self._run(self._beat),
             on_gone=lambda peer: self._run(self._forget, peer),
             **self._wire,
         )
@@ -161,9 +161,6 @@ class Service:
     def state(self) -> Any:
         """What goes with each answer, and every second to who waits."""
         return None
-
-    def on_tick(self) -> None:
-        """Called every second."""
 
     def on_silent(self, caller: Caller) -> None:
         """It said nothing for `silent_s`."""
@@ -274,8 +271,9 @@ class Service:
 
     def _send(self, caller: Caller, item: Item) -> None:
         caller.waiting.append(item)
-        if not caller.is_due:
-            assert self._loop is not None, "a stream needs an event loop"
+        if self._loop is None:
+            self._flush(caller)
+        elif not caller.is_due:
             caller.is_due = True
             # After the tasks that this step of an engine's has woken: so theirs go together.
             self._loop.call_soon(self._loop.call_soon, self._flush, caller)
@@ -286,10 +284,6 @@ class Service:
             caller.sent += 1
             caller.peer.send("items", caller.waiting, number=caller.sent)
             caller.waiting = []
-
-    def _tick(self) -> None:
-        self.on_tick()
-        self._beat()
 
     def _beat(self) -> None:
         waiting = [each for each in self._callers.values() if self._silent_s is not None or each.calls]

@@ -24,7 +24,7 @@ import msgspec
 from buffers.wire.address import OtherVersion, WireError
 
 PROJECT = "0.2.0.dev0"
-LANGUAGE = 3
+LANGUAGE = 4
 """Raise it when what is said over the wire changes: the greeting, a message's kind, or its body."""
 MAX_PART_BYTES = 1 << 20
 MAC_BYTES = 32

@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -95,34 +95,26 @@ class Member:
     score: asyncio.Future[float]
 
 
+@dataclass(eq=False)
 class Judge:
     """`rubric`: see `read_rubric`. `group_size`: members of a group that is ranked. `truth`: scores an answer by the task's own
     truth, or raises ScoreError; None: the judge is compared with nothing. `is_ours`: an engine of the run answers, which can be
     held to the form of a verdict. `unranked`: how ids of tasks begin that are validation's: no group is ranked there, the truth
     scores."""
 
-    def __init__(
-        self,
-        rubric: str,
-        *,
-        mode: Mode,
-        group_size: int,
-        max_tokens: int,
-        timeout_s: float,
-        is_ours: bool,
-        truth: Truth | None = None,
-        unranked: str = "val/",
-    ) -> None:
+    rubric: str
+    _: KW_ONLY
+    mode: Mode
+    group_size: int
+    max_tokens: int
+    timeout_s: float
+    is_ours: bool
+    truth: Truth | None = None
+    unranked: str = "val/"
+
+    def __post_init__(self) -> None:
         self.name = NAME
         self.sees_exit_code = False
-        self._rubric = rubric
-        self._mode = mode
-        self._group_size = group_size
-        self._max_tokens = max_tokens
-        self._timeout_s = timeout_s
-        self._is_ours = is_ours
-        self._truth = truth
-        self._unranked = unranked
         self._groups: defaultdict[str, dict[str, Member]] = defaultdict(dict)
         self._totals = JudgeTotals()
 
@@ -138,14 +130,14 @@ class Judge:
             raise ScoreError(f"data.scorer={NAME} is asked in a running episode, got none for task {task.task_id}")
         truth = None
         with suppress(ScoreError):  # the task has none
-            truth = None if self._truth is None else await self._truth(task, answer)
-        if self._mode == "absolute":
+            truth = None if self.truth is None else await self.truth(task, answer)
+        if self.mode == "absolute":
             said = await self._ask(leased, {"{task}": _words(task), "{answer}": _quoted(answer)}, labels=["score"])
             score = said["score"] / BEST
             if truth is not None:
                 self._totals.truths.append(float((score > 0.5) == (truth > 0.5)))
             return score
-        if task.task_id.startswith(self._unranked):
+        if task.task_id.startswith(self.unranked):
             if truth is None:
                 raise ScoreError(
                     f"task {task.task_id} has no group to be ranked in, and no truth; set data.judge.truth"
@@ -159,7 +151,7 @@ class Judge:
         group = self._groups[group_id]
         group[index] = member
         try:
-            if len(group) == self._group_size:
+            if len(group) == self.group_size:
                 await self._rank(leased, task, [group[each] for each in sorted(group, key=int)])
             return await member.score
         finally:
@@ -206,19 +198,19 @@ class Judge:
     ) -> dict[str, float]:
         """Number of each label, 0 to `BEST`, by the judge. Raises ScoreError."""
         # In one go: what stands in an answer is no place.
-        text = re.sub("|".join(map(re.escape, places)), lambda place: places[place[0]], self._rubric)
+        text = re.sub("|".join(map(re.escape, places)), lambda place: places[place[0]], self.rubric)
         body: dict[str, Any] = {
-            "messages": [{"role": "user", "content": text}], "max_tokens": self._max_tokens, "temperature": 0.0
+            "messages": [{"role": "user", "content": text}], "max_tokens": self.max_tokens, "temperature": 0.0
         }  # fmt: skip
-        if self._is_ours:
+        if self.is_ours:
             body["structured_outputs"] = {"regex": _form(labels)}
         began = time.monotonic()
         self._totals.rounds += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 return self._verdict(await self._reply(leased, body), labels=labels)
         except TimeoutError:
-            why = f"no answer within data.judge.timeout_s={self._timeout_s:g}"
+            why = f"no answer within data.judge.timeout_s={self.timeout_s:g}"
         except httpx2.HTTPError as error:
             why = f"no answer ({type(error).__name__})"
         except ValueError as error:

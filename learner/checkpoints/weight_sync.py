@@ -27,20 +27,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from buffers.disk import until_written
 from buffers.errors import WeightsError
-from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
+from buffers.weights.node_weights import PUBLISHED, PULLED, WeightNode, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
-from configs.child_processes import goes_with_this_process, python_path
+from configs.child_processes import goes_with_this_process
+from configs.fork_server import own_context
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, Checkpoint, saved_versions
 from learner.checkpoints.weight_shards import Published
-
-if TYPE_CHECKING:
-    from learner.checkpoints.weight_nodes import WeightNode
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class WeightSync:
         for folder in (published, pulled):
             folder.mkdir(parents=True)
         self._store = VersionStore(published)
-        self._puller = PullerProcess(published, pulled, file=self.file, python_path=python_path(), secret=secret)
+        self._puller = PullerProcess(own_context(), published, pulled, file=self.file, secret=secret)
         self._server: VersionServer | None = None
         self._dense_server: VersionServer | None = None
         """Serves what is pulled here, to nodes that join late."""
@@ -224,7 +222,7 @@ class WeightSync:
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
         for server in filter(None, (self._server, self._dense_server)):
             await asyncio.to_thread(server.close)
-        await self._puller.close()
+        self._puller.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -30,31 +30,28 @@ class UnknownRun(UnderstudyError):
     """No run of this name is shown."""
 
 
+@dataclass(eq=False)
 class RunSet:
     """Raises NoRun when there is none to begin with. `meanings`: what a break's cause means, in a sentence."""
 
-    def __init__(
-        self,
-        named: Sequence[Path],
-        *,
-        meanings: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._named = named
-        self._meanings = meanings
-        self._clock = clock
+    named: Sequence[Path]
+    _: KW_ONLY
+    meanings: Mapping[str, str]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._views: dict[str, RunPages] = {}
-        self._looked = clock()
-        self._take(find_runs(named))
+        self._looked = self.clock()
+        self._take(find_runs(self.named))
 
     def ids(self) -> list[str]:
         """Names of the present runs."""
         with self._lock:
-            if self._clock() - self._looked > LOOK_FOR_RUNS_S:
-                self._looked = self._clock()
+            if self.clock() - self._looked > LOOK_FOR_RUNS_S:
+                self._looked = self.clock()
                 try:
-                    self._take(find_runs(self._named))
+                    self._take(find_runs(self.named))
                 except NoRun:  # those that are known are looked at below
                     pass
             return [name for name, view in self._views.items() if is_run(view.folder)]
@@ -75,7 +72,7 @@ class RunSet:
         known = {view.folder.resolve() for view in self._views.values()}
         for name, folder in found.items():
             if folder.resolve() not in known and name not in self._views:
-                self._views[name] = RunPages(name, folder, meanings=self._meanings)
+                self._views[name] = RunPages(name, folder, meanings=self.meanings)
 
 
 def find_runs(named: Sequence[Path]) -> dict[str, Path]:

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -288,19 +288,14 @@ def free_port(host: str) -> int:
 # returns, all ranks hold the state of the given checkpoint, or that of the run's start.
 
 
+@dataclass(eq=False)
 class LearnerProcesses:
     """`first`: brings fresh ranks to the weights that the run starts from, by SFT; None: they have them."""
 
-    def __init__(
-        self,
-        ranks: LearnerRanks,
-        *,
-        restart_limit: RestartLimit,
-        first: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self.ranks = ranks
-        self._restart_limit = restart_limit
-        self._first = first
+    ranks: LearnerRanks
+    _: KW_ONLY
+    restart_limit: RestartLimit
+    first: Callable[[], Awaitable[None]] | None = None
 
     async def start(self, checkpoint: Checkpoint | None) -> None:
         """Needs Ray. Raises RankDied when they die too often, RankFailed."""
@@ -309,18 +304,18 @@ class LearnerProcesses:
                 await self.ranks.start()
                 return await self._prepare(checkpoint)
             except RankDied as death:
-                self._restart_limit.record("learner", death)
+                self.restart_limit.record("learner", death)
             except asyncio.CancelledError:
                 self.ranks.kill()  # `close` would wait for the end of an update
                 raise
 
     async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None:
         """Start them again after `death`. Raises as `start`."""
-        self._restart_limit.record("learner", death)
+        self.restart_limit.record("learner", death)
         await self.start(checkpoint)
 
     async def _prepare(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             await self.ranks.load(checkpoint.learner)
-        elif self._first is not None:
-            await self._first()
+        elif self.first is not None:
+            await self.first()

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from buffers.tasks.task_pool import TaskPool
@@ -24,25 +24,21 @@ WINDOW_S = 10.0
 Figures = Callable[[], Sequence[EngineFigures]]
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """`figures`: those of all engines now. `admission`: None where the number of slots is given."""
 
-    def __init__(
-        self,
-        figures: Figures,
-        *,
-        pool: TaskPool,
-        admission: Admission | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.figures = figures
-        self._pool = pool
-        self._admission = admission
-        self._ended_before = int(pool.metrics()["pool/scored"])
-        self._clock = clock
+    figures: Figures
+    _: KW_ONLY
+    pool: TaskPool
+    admission: Admission | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._ended_before = int(self.pool.metrics()["pool/scored"])
         self._looks: deque[tuple[float, list[EngineFigures]]] = deque()
         """(time, figures) of the looks in the window, and of the last one before it."""
-        self._at_step: tuple[float, list[EngineFigures]] = (clock(), list(figures()))
+        self._at_step: tuple[float, list[EngineFigures]] = (self.clock(), list(self.figures()))
         self.look()
 
     async def run(self) -> None:
@@ -53,13 +49,13 @@ class EngineWatch:
 
     def look(self) -> None:
         """Take the engines' figures, and let the pool follow them."""
-        now, figures = self._clock(), list(self.figures())
+        now, figures = self.clock(), list(self.figures())
         self._looks.append((now, figures))
         while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_S:
             self._looks.popleft()
-        if self._admission is not None:
-            counts = self._pool.metrics()
-            self._pool.max_running = self._admission.look(
+        if self.admission is not None:
+            counts = self.pool.metrics()
+            self.pool.max_running = self.admission.look(
                 figures,
                 running=int(counts["pool/running"]),
                 ended=int(counts["pool/scored"]) - self._ended_before,
@@ -76,7 +72,7 @@ class EngineWatch:
 
     def metrics(self) -> dict[str, float]:
         """Figures of all engines for a step's line; rates are since the last call."""
-        (then, before), now, figures = self._at_step, self._clock(), list(self.figures())
+        (then, before), now, figures = self._at_step, self.clock(), list(self.figures())
         self._at_step = now, figures
         return metrics_of(EngineRates.between(before, figures, seconds=now - then))
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -48,24 +49,20 @@ def _never_again(_: str, error: Exception) -> None:
     raise error
 
 
+@dataclass(eq=False)
 class ServerProcesses:
     """See the module. `engine`: what vLLM's HTTP layer is built from; `rounds`: of an episode, as stored.
     `record_death(name, error)`: counts a death, and raises `error` when that process may not be started again. Making one raises
     ServerError where a port is in use."""
 
-    def __init__(
-        self,
-        engine: EngineSettings,
-        *,
-        keys: KeyRing,
-        rounds: Callable[[str], Future[list[Round]]],
-        record_death: Callable[[str, Exception], None] = _never_again,
-    ) -> None:
-        server = engine.server
-        self._engine = engine
-        self._keys = keys
-        self._rounds = rounds
-        self._record_death = record_death
+    engine: EngineSettings
+    _: KW_ONLY
+    keys: KeyRing
+    rounds: Callable[[str], Future[list[Round]]]
+    record_death: Callable[[str, Exception], None] = _never_again
+
+    def __post_init__(self) -> None:
+        server = self.engine.server
         self._number = server.processes
         if server.port and server.port + self._number - 1 > 65535:
             raise ServerError(
@@ -89,8 +86,8 @@ class ServerProcesses:
     async def start(self, server: RunServer) -> None:
         """Start all; returns when they answer. Raises ProcessDied, or what `record_death` raises."""
         self._server = server
-        secret = process_secret(self._keys.secret)
-        self._host = PromptHost(server, VLLMCodec(), rounds=self._rounds, secret=secret, on_dead=self._kill)
+        secret = process_secret(self.keys.secret)
+        self._host = PromptHost(server, VLLMCodec(), rounds=self.rounds, secret=secret, on_dead=self._kill)
         self._host.listen(asyncio.get_running_loop())
         for episode_id in self._begun:
             self._host.begun(episode_id)
@@ -119,15 +116,15 @@ class ServerProcesses:
     def process_of(self, key: str) -> int:
         """The process of an episode's key. Workers have them in turn, as they are asked for; the one without a name has the
         run's."""
-        if (owned := self._keys.owned_by(key)) is not None:
+        if (owned := self.keys.owned_by(key)) is not None:
             return owned.process % self._number
-        if not (worker := self._keys.worker_of(key)):
+        if not (worker := self.keys.worker_of(key)):
             return 0
         return self._workers.setdefault(worker, len(self._workers) % self._number)
 
     def elsewhere(self, key: str, _: str) -> ASGIApp | None:
         """Forward of a request with this key; None: it is the run's own."""
-        owned = self._keys.owned_by(key)
+        owned = self.keys.owned_by(key)
         process = 0 if owned is None else owned.process % self._number
         return None if process == 0 else self._forwards[process - 1]
 
@@ -191,7 +188,7 @@ class ServerProcesses:
             self._serving.discard(process)
             assert self._host is not None
             self._host.lose(process)
-            self._record_death(f"p{process}", ProcessDied(f"server process {process} ended: {why}"))
+            self.record_death(f"p{process}", ProcessDied(f"server process {process} ended: {why}"))
             self._restarts[process] += 1
             await self._start(process)
 
@@ -199,14 +196,14 @@ class ServerProcesses:
         """Start it, again while `record_death` lets it."""
         while (why := await self._launch(process)) is not None:
             error = ProcessDied(f"server process {process} ended before it answered: {why}")
-            self._record_death(f"p{process}", error)
+            self.record_death(f"p{process}", error)
 
     async def _launch(self, process: int) -> str | None:
         """A new process; why it does not serve, if it does not."""
         assert self._host is not None
         settings = ProcessSettings(
-            engine=self._engine,
-            secret=self._keys.secret,
+            engine=self.engine,
+            secret=self.keys.secret,
             run=str(self._host.address),
             process=process,
             urls=[self._server.base_url, *self.urls],

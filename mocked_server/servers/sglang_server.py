@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,25 +215,20 @@ os.execv(sys.argv[1], sys.argv[1:])
 """Becomes another program that the kernel ends with its parent (PR_SET_PDEATHSIG): no killed run leaves its cards taken."""
 
 
+@dataclass(eq=False)
 class SGLangProcess:
     """One server. `program`: what is started, with SGLang's arguments after it."""
 
     begins_with_model = True
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        model: Path,
-        devices: Sequence[str],
-        log: Path,
-        program: Sequence[str] = (sys.executable, *MODULE),
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._devices = devices
-        self._log = log
-        self._program = program
+    config: Config
+    _: KW_ONLY
+    model: Path
+    devices: Sequence[str]
+    log: Path
+    program: Sequence[str] = (sys.executable, *MODULE)
+
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
@@ -256,18 +252,18 @@ class SGLangProcess:
                     self._check_alive()
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
-            raise EngineError(f"SGLang must answer within {START_S:.0f} s, got nothing; see {self._log}") from error
+            raise EngineError(f"SGLang must answer within {START_S:.0f} s, got nothing; see {self.log}") from error
         finally:
             await client.close()
         return url
 
     def _start_process(self, port: int) -> subprocess.Popen[bytes]:
         """Runs in the main thread, which the process is bound to."""
-        command = [*self._program, *arguments(self._config, model=self._model, port=port)]
+        command = [*self.program, *arguments(self.config, model=self.model, port=port)]
         if sys.platform == "linux":
             command = [sys.executable, "-c", WITH_PARENT, *command]
-        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {})}
-        with self._log.open("ab") as log:
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {})}
+        with self.log.open("ab") as log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -276,8 +272,8 @@ class SGLangProcess:
         assert self._process is not None
         if (code := self._process.poll()) is not None:
             kind = EngineDied if code < 0 else EngineError
-            tail = " ".join(end_of(self._log, chars=LOG_TAIL_CHARS).split())
-            raise kind(f"SGLang ended with code {code} while it started; the end of {self._log}: {tail}")
+            tail = " ".join(end_of(self.log, chars=LOG_TAIL_CHARS).split())
+            raise kind(f"SGLang ended with code {code} while it started; the end of {self.log}: {tail}")
 
     @property
     def has_ended(self) -> bool:

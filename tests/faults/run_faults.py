@@ -26,7 +26,7 @@ KNOBS = (
 )  # fmt: skip
 FLEET = {
     "engine": "VLLM::EngineCore",
-    "puller": "buffers.weights",
+    "puller": "understudy::weights_puller",
     "server": "understudy::server_process",
     "learner": "understudy::learner_rank",
 }

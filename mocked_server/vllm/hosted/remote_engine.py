@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,32 +39,26 @@ class HostProcess(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class RemoteEngine:
     """See the module. `weights`: (folder, version) to begin with. `locate`: the folder that its host reads in place of one here."""
 
-    def __init__(
-        self,
-        host: HostProcess,
-        codec: VLLMCodec,
-        *,
-        secret: bytes,
-        name: str = "e0",
-        weights: tuple[Path, int] | None = None,
-        locate: Callable[[Path], Path] = lambda folder: folder,
-    ) -> None:
-        self._locate = locate
-        self.name = name
+    host: HostProcess
+    codec: VLLMCodec
+    _: KW_ONLY
+    secret: bytes
+    name: str = "e0"
+    weights: tuple[Path, int] | None = None
+    locate: Callable[[Path], Path] = lambda folder: folder
+
+    def __post_init__(self) -> None:
         self.version = 0
-        self._host = host
-        self._codec = codec
-        self._secret = secret
-        self._weights = weights
         self._life = 0
         self._client: AsyncClient | None = None
         self._is_up = False
         self._dead = asyncio.Event()
         self._dead.set()
-        self._figures = self._before = _nothing(name)
+        self._figures = self._before = _nothing(self.name)
         """Figures of the present process, and sums of those before."""
 
     @property
@@ -75,9 +69,9 @@ class RemoteEngine:
     async def start(self) -> None:
         """Start its host's process, and the engine in it. Raises EngineDied when it ended meanwhile, else EngineError."""
         self._life += 1
-        address = await self._host.start()
+        address = await self.host.start()
         try:
-            connection = await asyncio.to_thread(Connection, address, secret=self._secret)
+            connection = await asyncio.to_thread(Connection, address, secret=self.secret)
         except WireLost as error:
             raise EngineDied(f"the host of engine {self.name} ended before it could be reached: {error}") from error
         except WireError as error:
@@ -103,11 +97,11 @@ class RemoteEngine:
         self._be_up()
 
     async def _load_first(self) -> None:
-        if (weights := self._weights) is not None:
+        if (weights := self.weights) is not None:
             await self._order_to_load(*weights)
 
     async def _order_to_load(self, folder: Path, version: int) -> float:
-        paused_s: float = await self._order(EngineHost.load_weights, folder=str(self._locate(folder)), version=version)
+        paused_s: float = await self._order(EngineHost.load_weights, folder=str(self.locate(folder)), version=version)
         return paused_s
 
     def _be_up(self) -> None:
@@ -141,7 +135,7 @@ class RemoteEngine:
                 await asyncio.wait_for(client.call(EngineHost.close_engine), SILENT_S)
             await client.close()
         self._dead.set()
-        await self._host.end()
+        await self.host.end()
 
     async def generate(
         self,
@@ -157,13 +151,13 @@ class RemoteEngine:
         client = self._client
         if client is None or not self.is_up:
             raise EngineLost(f"engine {self.name} is down", life=life, sampled=sampled)
-        rebuilt = self._codec.rebuilt(prompt_token_ids, params, request_id=request_id, sampled=sampled)
+        rebuilt = self.codec.rebuilt(prompt_token_ids, params, request_id=request_id, sampled=sampled)
         items: asyncio.Queue[tuple[WireOutput, UnderstudyError | None, bool]] = asyncio.Queue()
         try:
             number = client.begin(
                 EngineHost.generate, lambda *item: items.put_nowait(item), prompt_token_ids=prompt_token_ids,
-                params=self._codec.pack_params(params), request_id=request_id, extra=extra,
-                sampled=[self._codec.pack_sampled(each) for each in sampled if each.output is None],
+                params=self.codec.pack_params(params), request_id=request_id, extra=extra,
+                sampled=[self.codec.pack_sampled(each) for each in sampled if each.output is None],
             )  # fmt: skip
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestFailed(f"request {request_id} cannot be sent to engine {self.name}: {error}") from error
@@ -184,7 +178,7 @@ class RemoteEngine:
     async def load_weights(self, folder: Path, *, version: int) -> float:
         """Sample with these weights from now on. One that is down gets them with its restart; one that starts, before it is up.
         Returns the seconds that it paused."""
-        self._weights = folder, version
+        self.weights = folder, version
         if self._client is not None and self._client.lost is None:
             try:
                 return await self._order_to_load(folder, version)
@@ -192,7 +186,7 @@ class RemoteEngine:
                 pass
             except EngineError as error:  # it has none that are whole: it starts anew, where these are
                 logger.error("engine %s is ended, as it could not load version %d: %s", self.name, version, error)
-                await self._host.end()
+                await self.host.end()
         return 0.0
 
     async def sleep(self) -> None:

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,16 @@ LONG_WORK = 10
 """Times the time-out for loading weights, during which an engine answers nothing else."""
 
 
+@dataclass(eq=False)
 class EngineSilence:
     """`timeout_s`: half of it without any output while something is expected leads to a probe, which has the other half."""
 
-    def __init__(
-        self,
-        timeout_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self._clock = clock
-        self._sleep = sleep
+    timeout_s: float
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    def __post_init__(self) -> None:
         self._expected = 0
         self._long = 0
         self._quiet_s = 0.0
@@ -98,12 +95,12 @@ class EngineSilence:
         work: a long step takes processor time. `probe` asks it something that it answers between two steps; what that raises says
         that the engine's end is known already. `asks_idle`: also while nothing is expected of it."""
         asking: asyncio.Task[None] | None = None
-        looked, used = self._clock(), 0.0
+        looked, used = self.clock(), 0.0
         idle_s = still_s = 0.0
         try:
             while True:
-                await self._sleep(LOOK_S)
-                now = self._clock()
+                await self.sleep(LOOK_S)
+                now = self.clock()
                 step, looked = min(now - looked, 2 * LOOK_S), now  # more: it was this process that did not run
                 if asking is not None and asking.done():
                     asking.result()

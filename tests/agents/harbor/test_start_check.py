@@ -110,7 +110,7 @@ def test_a_program_that_is_no_harbor_is_refused(command: list[str], told: str) -
         ),
         (
             {"env": {"harbor": {"agent": "codex", "server_url": "http://me:1"}}, "server": {"processes": 2}},
-            r"env\.harbor\.server_url is the address of one process",
+            r"env\.harbor\.server_url needs one process that serves",
         ),
         ({"env": {"harbor": {"agent": "No Agent"}}}, r"String should match pattern"),
         ({"env": {"harbor": {"agent": "codex", "server_url": "ftp://me"}}}, r"String should match pattern"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,10 @@ from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.doctor import findings
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import adopt_episode
-from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
 from buffers.remote.host import LedgerGone
-from buffers.remote.messages import job_of
-from buffers.remote.outbox import MAX_FRAME_BYTES, Outgoing, frames, parcels
+from buffers.remote.messages import MAX_FRAME_BYTES, Outgoing, job_of, together
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.support.buffer_parts import make_round, make_task, open_running
 from tests.support.buffer_rules import RULES, Rule, Site
@@ -157,21 +154,18 @@ def _lift(handle: Nearby) -> None:
 
 def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
     def item(name: str, *, is_round: bool) -> Outgoing:
-        if is_round:
-            return Outgoing(future=Future(), rounds=[stored_round(make_round(name))], single=True)
-        return Outgoing(future=Future(), job=job_of(partial(adopt_episode, episode_id=name), rules=DEFAULT_RULES))
+        operation = partial(adopt_episode, episode_id=name)
+        return Outgoing(stored_round(make_round(name)) if is_round else job_of(operation))
 
     order = [item("a", is_round=False), item("b", is_round=True), item("b", is_round=False), item("a", is_round=True)]
-    found = [(list(map(order.index, rounds)), list(map(order.index, others))) for rounds, others in parcels(order)]
-    assert found == [([1], [0, 2]), ([3], [])]
+    assert [list(map(order.index, group)) for group in together(order)] == [[1], [0, 2], [3]]
 
 
-def test_rounds_go_in_messages_that_the_listener_takes() -> None:
-    half = stored_round(make_round("a", sampled=range(MAX_FRAME_BYTES // 16)))
-    assert [len(frame) for frame in frames([half, half, half])] == [1, 1, 1]
-    small = stored_round(make_round("a" * 1000))
-    many = [len(frame) for frame in frames([small] * 2000)]
-    assert many == [1024, 976] and list(frames([])) == []
+def test_what_is_sent_together_fits_in_a_message() -> None:
+    half = Outgoing(stored_round(make_round("a", sampled=range(MAX_FRAME_BYTES // 16))))
+    assert [len(each) for each in together([half, half, half])] == [1, 1, 1]
+    small = Outgoing(stored_round(make_round("a" * 1000)))
+    assert [len(each) for each in together([small] * 2000)] == [1024, 976] and list(together([])) == []
 
 
 def test_a_round_that_no_message_holds_is_refused_at_once(ledger: RemoteLedger) -> None:
@@ -182,10 +176,8 @@ def test_a_round_that_no_message_holds_is_refused_at_once(ledger: RemoteLedger) 
         ledger.put_round(make_round(episode.episode_id, index=2**31))
     with pytest.raises(EpisodeError, match=r"100 characters of why it ended, got .* and 101"):
         ledger.put_round(make_round(episode.episode_id, finish_reason="x" * 101))
-    assert ledger.put_rounds([]).result() == []
-    stored = [stored_round(make_round(name)) for name in (episode.episode_id, "nobody")]
-    ok, refused = ledger.put_rounds(stored).result()
-    assert ok is None and "nobody" in str(refused)
+    ok, refused = (ledger.put_round(make_round(name)) for name in (episode.episode_id, "nobody"))
+    assert ok.result() is None and "nobody" in str(refused.exception())
 
 
 def test_an_endpoint_that_cannot_be_reached_is_named(

@@ -25,12 +25,10 @@ from buffers.errors import (
 )
 from buffers.ledger import episodes
 from buffers.ledger.encode import stored_round
-from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import Ledger
 from buffers.records import Round, Row, ScoreDetail, Task, TrainBatch
 from buffers.remote.ledger_server import LedgerServer
 from buffers.remote.messages import job_of
-from buffers.remote.remote_ledger import put_stored
 from buffers.wire.address import Way, WireLost
 from buffers.wire.client import Client
 from buffers.wire.connection import Connection
@@ -56,11 +54,12 @@ def server(ledger: Ledger) -> Iterator[LedgerServer]:
 
 
 def client_of(server: LedgerServer) -> Client:
-    return Client(str(server.address), LedgerServer, secret=SECRET, answer_s=20)
+    return Client(str(server.address), secret=SECRET, answer_s=20)
 
 
 def put_rounds(client: Client, rounds: list[Round]) -> list[EpisodeError | None]:
-    return put_stored(client, [stored_round(each) for each in rounds])
+    outcomes = client.call(LedgerServer.put_rounds, rounds=[stored_round(each) for each in rounds])
+    return [refusal and refusal.error() for _, refusal in outcomes]
 
 
 @pytest.mark.parametrize("way", list(Way))
@@ -134,7 +133,9 @@ def test_a_pickle_is_no_round_and_no_argument(ledger: Ledger, server: LedgerServ
         with pytest.raises(WireLost, match="round body must be"):
             connection.receive(20)
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("apply", {"caller": "me", "number": 1, "jobs": [["adopt_episode", {"episode_id": code}]]})
+        connection.send(
+            "apply", {"caller": "me", "number": 1, "oldest": 1, "jobs": [["adopt_episode", {"episode_id": code}]]}
+        )
         answer = connection.receive(20)
         assert answer is not None and b"the arguments of adopt_episode must be of its types" in bytes(answer.body)
     assert ledger.counts()["rounds"] == 0 and not (tmp_path / "touched").exists()
@@ -159,7 +160,7 @@ def test_an_operation_that_cannot_be_is_refused_in_a_line_and_its_neighbours_are
 ) -> None:
     with Connection(server.address, secret=SECRET) as connection:
         jobs = [[name, arguments], ["adopt_episode", {"episode_id": "mine"}]]
-        connection.send("apply", {"caller": "me", "number": 1, "jobs": jobs})
+        connection.send("apply", {"caller": "me", "number": 1, "oldest": 1, "jobs": jobs})
         message = connection.receive(20)
         while message is not None and message.kind == "beat":
             message = connection.receive(20)
@@ -171,13 +172,13 @@ def test_an_operation_that_cannot_be_is_refused_in_a_line_and_its_neighbours_are
 
 def test_only_operations_of_the_ledger_can_be_asked_for() -> None:
     with pytest.raises(UnderstudyError, match="must be asked for one of its own operations, got exec"):
-        job_of(partial(exec, "x"), rules=DEFAULT_RULES)  # no print: Ray has its own in its place, once it is used
+        job_of(partial(exec, "x"))  # no print: Ray has its own in its place, once it is used
     with pytest.raises(UnderstudyError, match="got recover"):
-        job_of(partial(episodes.recover, resume_episodes=True), rules=DEFAULT_RULES)
+        job_of(partial(episodes.recover, resume_episodes=True))
 
 
 def test_what_is_not_asked_for_ends_the_connection(server: LedgerServer) -> None:
-    cursor = {"life": "a", "number": "x", "wait_s": 1.0}
+    cursor = {"life": "a", "number": "x"}
     for kind, body in (("dance", None), ("events", cursor), ("forget", {"caller": 7}), ("apply", {}), ("close", {})):
         with Connection(server.address, secret=SECRET) as connection:
             connection.send(kind, body)
@@ -285,8 +286,8 @@ def test_errors_keep_their_kind_where_it_is_known() -> None:
 def test_another_process_stores_rounds(ledger: Ledger, server: LedgerServer) -> None:
     (episode,) = open_running(ledger, task=0)
     code = (
-        "from tests.buffers.remote.test_ledger_server import Client, LedgerServer, make_round, put_rounds;"
-        f"client = Client({str(server.address)!r}, LedgerServer, secret={SECRET!r}, answer_s=20);"
+        "from tests.buffers.remote.test_ledger_server import Client, make_round, put_rounds;"
+        f"client = Client({str(server.address)!r}, secret={SECRET!r}, answer_s=20);"
         f"print(put_rounds(client, [make_round({episode.episode_id!r}, index=i) for i in range(3)])); client.close()"
     )
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

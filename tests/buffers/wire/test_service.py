@@ -159,7 +159,7 @@ async def test_an_invalid_call_ends_its_connection_alone(kind: str, body: Any, w
             await asyncio.to_thread(read_to_the_end, connection)
 
     def ask() -> Any:
-        with Client(service.address, Numbers, secret=SECRET, answer_s=PATIENCE_S) as good:
+        with Client(service.address, secret=SECRET, answer_s=PATIENCE_S) as good:
             return good.call(Numbers.double, values=np.ones(3, np.int32))
 
     assert (await asyncio.to_thread(ask)).tolist() == [2, 2, 2]

@@ -211,7 +211,7 @@ def test_a_judge_that_is_late_fails_the_whole_group_and_the_next_attempts_are_ra
         one = make_judge("ranking", timeout_s=0.2)
         first = ranked(one, server.url, ["a", "bb", "ccc"])
         late.set()
-        one._timeout_s = 60.0
+        one.timeout_s = 60.0
         assert all(isinstance(each, ScoreError) and "within data.judge.timeout_s" in str(each) for each in first)
         assert ranked(one, server.url, ["a", "bb", "ccc"]) == [0.0, 0.5, 1.0]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,8 +20,9 @@ from safetensors.torch import load_file
 
 from buffers.errors import WeightsError
 from buffers.records import Position
+from buffers.remote.actor import HERE, ChildActor
 from buffers.weights.manifest import MANIFEST, Shard
-from buffers.weights.node_weights import NodeWeights, folder_on, same_on
+from buffers.weights.node_weights import NodeWeights, WeightNode, folder_on, same_on
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import MAX_READ_BYTES, VersionServer, WireSource
 from buffers.wire.address import Way, WireError
@@ -25,6 +31,7 @@ from configs.child_processes import python_path
 from learner.checkpoints.store import WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
+from tests.support.patience import PATIENCE_S
 from tests.support.weights.made_versions import MadeRanks, Weights, made_weights, moved
 
 SECRET = b"w" * 32
@@ -76,11 +83,10 @@ def same(one: Weights, other: Weights) -> bool:
 
 @pytest.fixture
 async def sync(tmp_path: Path) -> AsyncIterator[WeightSync]:
-    def make(node_id: str, sync: WeightSync) -> NodeWeights:
+    def make(node_id: str, sync: WeightSync) -> WeightNode:
         """In this process, without Ray."""
-        return NodeWeights(
-            folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS, python_path=python_path()
-        )
+        options: dict[str, Any] = {"host": "127.0.0.1", "secret": SECRET, "file": WEIGHTS}
+        return WeightNode(node_id, ChildActor(HERE, "node", NodeWeights, folder_on(sync.folder, node_id), **options))
 
     made = WeightSync(tmp_path, secret=SECRET, rank_nodes=lambda: ["", FAR], make_node=make)
     yield made
@@ -136,6 +142,35 @@ async def test_the_checkpoint_that_a_run_resumes_is_read_where_it_is(sync: Weigh
     position = Position(step=4, lineage=0, run_id="r")
     folder, _ = sync.saved(Checkpoint(folder=tmp_path / "step", position=position, score=None))
     assert sync.on_node(folder, FAR) == model.resolve()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from buffers.weights.node_weights import NodeWeights
+held = NodeWeights(Path(sys.argv[1]), host="127.0.0.1", secret=b"w" * 32, file="model.safetensors")
+print("ready", flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.seconds
+def test_what_a_node_holds_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "held")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": python_path()}
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert (tmp_path / "held" / "pulled").is_dir()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    until = time.monotonic() + PATIENCE_S
+    while (tmp_path / "held").exists():
+        assert time.monotonic() < until, "it outlives its process"
+        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -291,8 +291,8 @@ def test_many_streams_share_batches(rollout: Any, remote: RemoteEngine) -> None:
         return list(await asyncio.gather(*requests))
 
     async def taken() -> int:
-        assert remote._host.host is not None  # type: ignore[attr-defined]
-        (client,) = remote._host.host._callers.values()  # type: ignore[attr-defined]
+        assert remote.host.host is not None  # type: ignore[attr-defined]
+        (client,) = remote.host.host._callers.values()  # type: ignore[attr-defined]
         return int(client.sent)
 
     before = rollout.wait(taken())
