@@ -9,7 +9,7 @@ the mean; null where one never got there. `steps` end with the first step at whi
   and imported, over the demo, which begins with as many updates on random play.
 - `sdpo_steps_ratio`: hints in the environment's words (how the keys are) without scores, over the demo's advantages without hints,
   16 episodes a step. Both begin with a policy that has learned to read (`reader_traces`): a random model cannot. Each side has the
-  epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it. `sdpo_far_steps_ratio`: on tasks that chance hardly solves.
+  epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
 - `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -153,13 +152,13 @@ def _distance(task: Task) -> int:
     return sum(abs(one - other) for one, other in zip(start, end, strict=True))
 
 
-def read_walk(runs: Runs, *, nearest: int = 1) -> list[str]:
-    """A policy that can read, and those of the demo's tasks whose exit is no nearer, each with a hint."""
+def read_walk(runs: Runs) -> list[str]:
+    """A policy that can read, and the demo's tasks, each with a hint."""
     traces, name = runs.folder / "reader.jsonl", f"reader-{runs.seed}"
-    tasks = runs.folder / f"hinted-{nearest}.parquet"
+    tasks = runs.folder / "hinted.parquet"
     _write_lines(traces, reader_traces(4000, seed=runs.seed))
-    chosen = [task for task in walk_tasks(4000, seed=0) if _distance(task) >= nearest]
-    write_tasks(tasks, [replace(task, extra_info=task.extra_info | {"hint": AS_USUAL}) for task in chosen])
+    hint = {"hint": AS_USUAL}
+    write_tasks(tasks, [replace(task, extra_info=task.extra_info | hint) for task in walk_tasks(4000, seed=0)])
     runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=240", config="sft")
     return [f"model.path={runs.folder / name / 'last'}", "sft.demonstrations=", f"data.tasks={tasks}"]
 
@@ -236,9 +235,6 @@ COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
         first="scores", made=read_walk, both=FEW, one=["learner.epochs=4"], other=WORDS, target=0.7, steps=24,
-    ),
-    "sdpo_far_steps_ratio": Comparison(
-        first="scores_far", made=partial(read_walk, nearest=5), both=FEW, one=["learner.epochs=4"], other=WORDS,
     ),
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
