@@ -7,9 +7,9 @@ the mean; null where one never got there. `steps` end with the first step at whi
 
 - `sft_then_rl_steps_ratio`: the demo after SFT on 200 solved sessions that an earlier run of it played, exported as chat messages
   and imported, over the demo, which begins with as many updates on random play.
-- `sdpo_steps_ratio`, `sdpo_alone_steps_ratio`: hints in the environment's words (how the keys are), beside the demo's advantages,
-  and as the recipe, without advantages, over no hints. All three begin with a policy that has learned to read
-  (`reader_traces`): a random model cannot. `sdpo_far_steps_ratio`: the first on tasks that chance hardly solves.
+- `sdpo_steps_ratio`: hints in the environment's words (how the keys are) without scores, over the demo's advantages without hints,
+  16 episodes a step. Both begin with a policy that has learned to read (`reader_traces`): a random model cannot. Each side has the
+  epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
 - `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -153,13 +152,13 @@ def _distance(task: Task) -> int:
     return sum(abs(one - other) for one, other in zip(start, end, strict=True))
 
 
-def read_walk(runs: Runs, *, nearest: int = 1) -> list[str]:
-    """A policy that can read, and those of the demo's tasks whose exit is no nearer, each with a hint."""
+def read_walk(runs: Runs) -> list[str]:
+    """A policy that can read, and the demo's tasks, each with a hint."""
     traces, name = runs.folder / "reader.jsonl", f"reader-{runs.seed}"
-    tasks = runs.folder / f"hinted-{nearest}.parquet"
+    tasks = runs.folder / "hinted.parquet"
     _write_lines(traces, reader_traces(4000, seed=runs.seed))
-    chosen = [task for task in walk_tasks(4000, seed=0) if _distance(task) >= nearest]
-    write_tasks(tasks, [replace(task, extra_info=task.extra_info | {"hint": AS_USUAL}) for task in chosen])
+    hint = {"hint": AS_USUAL}
+    write_tasks(tasks, [replace(task, extra_info=task.extra_info | hint) for task in walk_tasks(4000, seed=0)])
     runs.play(name, f"sft.demonstrations={traces}", "sft.validation=", "sft.steps=240", config="sft")
     return [f"model.path={runs.folder / name / 'last'}", "sft.demonstrations=", f"data.tasks={tasks}"]
 
@@ -212,10 +211,12 @@ def tokens_to(lines: Lines) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs with `both`, the second with `other` beside it. `made` makes what both need, `made_of_first` what the second needs
-    and is made of the first run; each returns overrides. `first`: a name that comparisons with the same first run share."""
+    """Two runs with `both`, the first with `one` beside it, the second with `other`. `made` makes what both need, `made_of_first`
+    what the second needs and is made of the first run; each returns overrides. `first`: a name that comparisons with the same first
+    run share."""
 
     first: str
+    one: Sequence[str] = ()
     other: Sequence[str] = ()
     both: Sequence[str] = ()
     config: str = "demo"
@@ -227,17 +228,13 @@ class Comparison:
     steps: int = 40
 
 
+FEW = ("buffer.groups_per_step=4", "buffer.group_size=4")
+WORDS = ("learner.recipe=sdpo", "learner.hints.sources=[hint]", "learner.epochs=4", "learner.lr=1e-3")
 CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every=2", "data.validation.samples=2")
 COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
-        first="reader_alone", made=read_walk, other=["learner.hints.coef=1.0"], target=0.7,
-    ),
-    "sdpo_far_steps_ratio": Comparison(
-        first="reader_far", made=partial(read_walk, nearest=5), other=["learner.hints.coef=1.0"], steps=80,
-    ),
-    "sdpo_alone_steps_ratio": Comparison(
-        first="reader_alone", made=read_walk, other=["learner.recipe=sdpo", "learner.hints.sources=[hint]"],
+        first="scores", made=read_walk, both=FEW, one=["learner.epochs=4"], other=WORDS, target=0.7, steps=24,
     ),
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
@@ -257,7 +254,7 @@ def compared(name: str, runs: Runs) -> dict[str, Any]:
     """Both runs of a seed."""
     pair = COMPARISONS[name]
     settings = [*pair.made(runs), f"run.steps={runs.steps or pair.steps}", *pair.both]
-    first = runs.play(f"{pair.first}-{runs.seed}", *settings, config=pair.config)
+    first = runs.play(f"{pair.first}-{runs.seed}", *settings, *pair.one, config=pair.config)
     other = [*settings, *pair.made_of_first(runs), *pair.other]
     second = runs.play(f"{name}-{runs.seed}", *other, config=pair.config)
     took = [pair.took(lines) for lines in (first, second)]
@@ -265,6 +262,7 @@ def compared(name: str, runs: Runs) -> dict[str, Any]:
     found = {
         name: None if None in took else took[1] / took[0],  # type: ignore[operator]
         f"{name}_of": took,
+        f"{name}_episodes": [episodes_to(lines) for lines in (first, second)],
         f"{name}_last_rewards": [mean(each[-WINDOW:]) for each in rewards],
     }
     if name == "echo_steps_ratio":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_the_second_run_has_what_the_comparison_names_and_nothing_else(
 
     def fake(self: Runs, name: str, *settings: str, config: str) -> list[dict[str, float]]:
         played[name] = (config, *settings)
-        return lines_of([0.0] * (0 if name.startswith("echo") else 5) + [1.0] * 5)
+        return lines_of([0.0] * (0 if name.startswith("echo") else 5) + [1.0] * 5, **{"batch/episodes": 64.0})
 
     monkeypatch.setattr(Runs, "play", fake)
     monkeypatch.setattr(data, "told_traces", lambda *_, **__: iter([]))
@@ -51,8 +52,30 @@ def test_the_second_run_has_what_the_comparison_names_and_nothing_else(
     assert found["echo_effect"] == 0.5
 
 
+def test_each_side_of_words_against_scores_has_settings_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[set[str]] = []
+
+    def fake(self: Runs, name: str, *settings: str, config: str) -> list[dict[str, float]]:
+        played.append(set(settings))
+        return lines_of([1.0] * 5, **{"batch/episodes": 16.0})
+
+    monkeypatch.setattr(Runs, "play", fake)
+    monkeypatch.setitem(COMPARISONS, "sdpo_steps_ratio", replace(COMPARISONS["sdpo_steps_ratio"], made=lambda _: []))
+    found = compared("sdpo_steps_ratio", Runs(folder=tmp_path, seed=0))
+    scores, words = played
+    assert scores - words == set() and words - scores == {
+        "learner.recipe=sdpo",
+        "learner.hints.sources=[hint]",
+        "learner.lr=1e-3",
+    }
+    assert scores >= {"learner.epochs=4", "buffer.groups_per_step=4", "buffer.group_size=4"}
+    assert found["sdpo_steps_ratio_episodes"] == [80.0, 80.0]
+
+
 def test_a_run_that_never_gets_there_has_no_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runs, "play", lambda *_, **__: lines_of([0.5] * 9))
+    monkeypatch.setattr(Runs, "play", lambda *_, **__: lines_of([0.5] * 9, **{"batch/episodes": 64.0}))
     found = compared("curriculum_tokens_ratio", Runs(folder=tmp_path, seed=0))
     assert found["curriculum_tokens_ratio"] is None and found["curriculum_tokens_ratio_last_rewards"] == [0.5, 0.5]
 
@@ -144,4 +167,5 @@ def test_every_comparison_is_a_configuration() -> None:
     from configs.load import load_config, shipped
 
     for pair in COMPARISONS.values():
-        load_config(shipped(Path(pair.config)), [*pair.both, *pair.other])
+        for own in (pair.one, pair.other):
+            load_config(shipped(Path(pair.config)), [*pair.both, *own])
