@@ -1,8 +1,9 @@
 """Small random models of the world's families, made on the spot: transformers' configurations, in sizes that each accepts.
 
 `make_family(name, folder)` writes what a hub folder has. Every weight, bias and buffer is unequal to 0 and 1, so that a scale, a
-bias or a norm that is forgotten shows. Sizes are those that vLLM's CPU kernels take: heads of 32, gated delta nets with heads of
-128, latent attention of exactly 512 + 64. Used by the tests.
+bias or a norm that is forgotten shows, and far enough from what a game needs that each can learn one: a cap of 3 on the logits of
+512 tokens would leave no token more than 0.44. Sizes are those that vLLM's CPU kernels take: heads of 32, gated delta nets with
+heads of 128, latent attention of exactly 512 + 64. Used by the tests.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     }),
     "gemma": ("gemma", DENSE),
     "gemma2": ("gemma2", {
-        **DENSE, **SLIDING, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
+        **DENSE, **SLIDING, "query_pre_attn_scalar": 32, "final_logit_softcapping": 10.0, "attn_logit_softcapping": 8.0,
     }),
     "gemma3": ("gemma3_text", {**DENSE, **SLIDING, "query_pre_attn_scalar": 32}),
     "gemma3_vl": ("gemma3", {
