@@ -1,8 +1,9 @@
 """Small random models of the world's families, made on the spot: transformers' configurations, in sizes that each accepts.
 
 `make_family(name, folder)` writes what a hub folder has. Every weight, bias and buffer is unequal to 0 and 1, so that a scale, a
-bias or a norm that is forgotten shows. Sizes are those that vLLM's CPU kernels take: heads of 32, gated delta nets with heads of
-128, latent attention of exactly 512 + 64. Used by the tests.
+bias or a norm that is forgotten shows, and far enough from what a game needs that each can learn one: a cap of 3 on the logits of
+512 tokens would leave no token more than 0.44. Sizes are those that vLLM's CPU kernels take: heads of 32, gated delta nets with
+heads of 128, latent attention of exactly 512 + 64. Used by the tests.
 """
 
 from __future__ import annotations
@@ -77,6 +78,13 @@ def _rope(*sections: int, **more: Any) -> Settings:
     return {"rope_parameters": rope}
 
 
+YARN: Settings = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "original_max_position_embeddings": 1024, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    }
+}  # fmt: skip
+"""gpt-oss's positions, for 2,048 of them. Its own factor, 32, sharpens attention so much that small updates change much."""
 INTERLEAVED: Settings = _rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25)
 EYE: Settings = {
     "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 16, "out_hidden_size": 128,
@@ -112,7 +120,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     }),
     "gemma": ("gemma", DENSE),
     "gemma2": ("gemma2", {
-        **DENSE, **SLIDING, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
+        **DENSE, **SLIDING, "query_pre_attn_scalar": 32, "final_logit_softcapping": 10.0, "attn_logit_softcapping": 8.0,
     }),
     "gemma3": ("gemma3_text", {**DENSE, **SLIDING, "query_pre_attn_scalar": 32}),
     "gemma3_vl": ("gemma3", {
@@ -135,7 +143,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "gpt2": ("gpt2", {**VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 1024}),
     "gpt_bigcode": ("gpt_bigcode", {**VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 1024}),
     "gpt_neox": ("gpt_neox", {**NO_WIDTH, "num_key_value_heads": 4}),
-    "gpt_oss": ("gpt_oss", {**DENSE, **SLIDING, **LOCAL, "intermediate_size": 128}),
+    "gpt_oss": ("gpt_oss", {**DENSE, **SLIDING, **LOCAL, **YARN, "intermediate_size": 128}),
     "granite": ("granite", {**NO_WIDTH, **GRANITE}),
     "granitemoe": ("granitemoe", {**NO_WIDTH, **GRANITE, **LOCAL, "intermediate_size": 64}),
     "granitemoehybrid": ("granitemoehybrid", {
@@ -265,6 +273,9 @@ def _write_older_keys(path: Path) -> None:
     """What transformers 4 reads of positions, beside what 5 writes, as most folders of the hub have it."""
     settings = json.loads(path.read_text(encoding="utf-8"))
     text = settings.get("text_config", settings)
-    if "rope_theta" in (text.get("rope_parameters") or {}):
-        text["rope_theta"] = text["rope_parameters"]["rope_theta"]
+    rope = text.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        text["rope_theta"] = rope["rope_theta"]
+        if rope["rope_type"] == "yarn":
+            text["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

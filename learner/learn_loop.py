@@ -188,9 +188,11 @@ class LearnLoop:
             except RankDied as death:
                 await self._recover(death)
 
-    async def _probe(self) -> None:
-        """Compare engines and learner, with the first weights and with the first that an update made."""
-        if self._agreement is not None and self._probed <= self._schedule.start and self._probed != self.step:
+    async def _probe(self, *, has_moved: bool = True) -> None:
+        """Compare engines and learner, with the first weights and with the first that an update moved: the same ones published
+        again would hide what an engine keeps."""
+        is_due = self._probed <= self._schedule.start and self._probed != self.step
+        if self._agreement is not None and is_due and has_moved:
             await self._agreement.probe(self._learner.ranks)
             self._probed = self.step
 
@@ -374,7 +376,7 @@ class LearnLoop:
         self.step = step
         if step >= self._done:  # the last one that is made again too: rounding may differ
             metrics |= await self._publish()
-            await self._probe()
+            await self._probe(has_moved=metrics.get("policy/grad_norm", 1.0) > 0.0)
             stored = await stored_places(self._ledger, self._schedule.buffer, version=step)
             await self._pool.set_version(step, oldest=self._oldest, num_stored=stored)
         metrics["time/publish_s"] = time.monotonic() - began

@@ -278,3 +278,39 @@ def test_a_run_goes_on_with_vllms_other_class_where_its_own_differs(tmp_path: Pa
     code, output = run.wait()
     assert code == 0 and "trying rollout.engine_args={model_impl: transformers}" in output, output
     assert len(values(run, "policy/max_logprob_diff")) == 2 and max(values(run, "policy/max_logprob_diff")) < 1e-4
+
+
+STALE = """
+from mocked_server.vllm.process import worker_extension
+def vllms_own(worker, folder):
+    worker.reload_weights(weights_path=folder)
+"""
+NO_SELF_TEST = "worker_extension._tried_way = lambda worker: vllms_own"
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("family", "change", "steps", "said"),
+    [
+        (
+            "qwen3_moe",
+            "worker_extension.load_layer_by_layer = worker_extension.load_whole = vllms_own",
+            0,
+            "cannot for Qwen3MoeForCausalLM: vllms_own: 4 are not what they were, such as model.layers.0.mlp.experts.",
+        ),
+        ("qwen3_moe", NO_SELF_TEST, 0, "layer 0 of 0 to 1 is the first that differs"),
+        ("llama", NO_SELF_TEST, 1, "the states behind all 2 layers agree"),
+    ],
+)
+def test_a_run_whose_engine_packs_no_new_weights_ends_at_its_start_and_says_which(
+    family: str, change: str, steps: int, said: str, tmp_path: Path
+) -> None:
+    """vLLM's reload alone, on a CPU, leaves experts unpacked, which the worker's own test names, and without it the probe; and of
+    an output matrix that is tied to the embeddings the packed copy as it was, which shows once an update has been published."""
+    make_family(family, tmp_path / family, seed=0)
+    settings = ("run.steps=3", "sft.demonstrations=", "learner.entropy_coef=0.1", "learner.lr_warmup_steps=0")
+    model = (f"model.path={tmp_path / family}", "rollout.engine_args={model_impl: auto}")
+    run = start(tmp_path, *settings, *model, after=STALE + change)
+    code, output = run.wait()
+    assert code == 1 and said in output and f"step {steps + 1}" not in output, output

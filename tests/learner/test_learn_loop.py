@@ -600,6 +600,29 @@ async def test_engines_are_compared_with_the_first_weights_and_the_first_that_an
     ledger.close()
 
 
+async def test_an_update_that_moves_nothing_does_not_take_the_place_of_the_first_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(None)
+    for task in range(3):
+        make_ready(ledger, task=task)
+    comparison = Comparison(told=[])
+
+    async with learning(tmp_path, ledger, steps=3, agreement=comparison, checkpoints={"every": 0}) as setup:
+        train_step = setup.ranks.train_step
+
+        async def moves_at_the_second(batch: TrainBatch, *, version: int) -> dict[str, float]:
+            return {**await train_step(batch, version=version), "policy/grad_norm": 1.0 * (version == 1)}
+
+        monkeypatch.setattr(setup.ranks, "train_step", moves_at_the_second)
+        comparison.told = setup.ranks.told
+        setup.ranks.gate.set()
+        await setup.loop.run()
+        told = [one if one == "probe" else one[1] for one in setup.ranks.told if one == "probe" or one[0] == "publish"]
+        assert told == ["version-0", "probe", "version-1", "version-2", "probe", "version-3"]
+    ledger.close()
+
+
 async def test_a_batch_that_engine_and_learner_do_not_agree_on_ends_the_run_and_is_not_recorded(tmp_path: Path) -> None:
     ledger = Ledger(None)
     for task in range(2):

@@ -113,9 +113,10 @@ def start(
     resume: str = "",
     flags: tuple[str, ...] = (),
     imports: bool = False,
+    after: str = "",
 ) -> Run:
     """`imports`: a process of its own, as a user's. Otherwise it is forked of one that has imported everything, and is started in
-    half of the time."""
+    half of the time. `after`: Python that the process executes first; what it changes, engine and ranks inherit."""
     mark = uuid.uuid4().hex
     arguments = [
         "--config",
@@ -128,10 +129,11 @@ def start(
         *(["--resume", resume] if resume else []),
     ]
     environment = {**os.environ, MARK: mark}
-    if not (imports or flags):
+    if not (imports or flags or after):
         return start_here(arguments, folder=ROOT, environment=environment, results=tmp_path / "run")
+    program = ["-c", f"{after}\nfrom learner.run import leave, main\nleave(main())"] if after else ["-m", "learner.run"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "learner.run", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=ROOT,
         env=environment,
         text=True,
