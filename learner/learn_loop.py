@@ -321,7 +321,8 @@ class LearnLoop:
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run is to stop, or `_is_lesson_due`."""
         buffer = self._schedule.buffer
-        min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=self.step)
+        least = min(self._versions.values(), default=self.step)
+        min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=least)
         num_groups = buffer.groups_per_step
         if self._stopped:
             return None

@@ -248,6 +248,15 @@ def test_a_batch_with_a_score_that_is_not_finite_changes_no_role(model: Path) ->
         assert same(adapter_of(trainer, "scout"), before) and trainer.versions() == {"scout": 0, "runner": 0}
 
 
+def test_a_stored_group_waits_by_its_own_age_and_once() -> None:
+    waiting = WaitingRows()
+    old = make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout", times_trained=1)
+    assert waiting.add([old], min_version=6, min_stored=5) == 1 and waiting.num_groups == 0
+    assert waiting.add([old], min_version=6, min_stored=4) == 0 and waiting.num_groups == 1
+    assert waiting.add([replace(old, times_trained=2)], min_version=6, min_stored=4) == 0
+    assert [row.times_trained for row in waiting.take()] == [1]
+
+
 def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     row = make_row(
         [5, 6, 7, 8], mask=[0, 1, 0, 1], episode="3-1-0", group=3, score=0.1 + 0.2, logprobs=[-0.1, -0.7, -0.2, -1e-9],
@@ -257,9 +266,9 @@ def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     )  # fmt: skip
     waiting = {role: WaitingRows() for role in ROLES}
     greedy = make_row([1, 2], mask=[0, 1], episode="3-0-0", group=3, version=4, role="scout", greedy=True)
-    assert waiting["scout"].add([greedy, row], min_version=5) == 0
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5) == 1
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0) == 0
+    assert waiting["scout"].add([greedy, row], min_version=5, min_stored=0) == 0
+    assert waiting["scout"].add([make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5, min_stored=0) == 1
+    assert waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0, min_stored=0) == 0
     write_waiting(tmp_path, waiting)
     assert (tmp_path / FILE).is_file()
     found = read_waiting(tmp_path, roles=ROLES)
