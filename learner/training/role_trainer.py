@@ -164,7 +164,9 @@ class RoleTrainer(Trainer):
         for role, waiting in self._waiting.items():
             own = [row for row in batch.rows if row.role == role]
             steps = self._all[role].steps
-            num_stale = waiting.add(own, min_version=steps - self._keep_versions + 1, min_stored=steps - self._replay_lag)
+            num_stale = waiting.add(
+                own, min_version=steps - self._keep_versions + 1, min_stored=steps - self._replay_lag
+            )
             num_groups = waiting.num_groups
             if num_groups >= self._groups_per_step:
                 self._enter(role)

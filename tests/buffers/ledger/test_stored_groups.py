@@ -91,11 +91,13 @@ def test_of_a_smaller_batch_no_larger_part_is_stored(fresh: int, num_groups: int
     for _ in range(6):
         make_group(ledger, 1.0)
     train(ledger, 6, step=1, replay=None)
-    assert ledger.claim(num_groups, min_version=0, replay=replay, fewest=1).result() is None  # a fresh one is waited for
+    assert (
+        ledger.claim(num_groups, min_version=0, replay=replay, fewest=1).result() is None
+    )  # a fresh one is waited for
     groups = [make_group(ledger, 1.0) for _ in range(fresh)]
     batch = ledger.claim(num_groups, min_version=0, replay=replay, fewest=1).result()
     assert batch is not None and batch.num_stored == stored
-    assert batch.group_ids[:-stored or None] == tuple(groups[: num_groups - stored])
+    assert batch.group_ids[: -stored or None] == tuple(groups[: num_groups - stored])
     ledger.close()
 
 

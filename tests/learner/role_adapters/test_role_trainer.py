@@ -267,8 +267,15 @@ def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     waiting = {role: WaitingRows() for role in ROLES}
     greedy = make_row([1, 2], mask=[0, 1], episode="3-0-0", group=3, version=4, role="scout", greedy=True)
     assert waiting["scout"].add([greedy, row], min_version=5, min_stored=0) == 0
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5, min_stored=0) == 1
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0, min_stored=0) == 0
+    assert (
+        waiting["scout"].add(
+            [make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5, min_stored=0
+        )
+        == 1
+    )
+    assert (
+        waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0, min_stored=0) == 0
+    )
     write_waiting(tmp_path, waiting)
     assert (tmp_path / FILE).is_file()
     found = read_waiting(tmp_path, roles=ROLES)
