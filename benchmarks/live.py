@@ -17,10 +17,10 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 - wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
   they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
-  that train as many epochs of as small a batch as words do. The alphabet is the gate's. Of each side, `ability_kept`: what is
-  served knows of it after over before, `refused` of `candidates`, `alarms`: which of `ALARMS` `understudy why` raises, and the
-  same (`second_`) after a second wish was learned, to end with a full stop; `second_wish`: share of the last 64 answers that have
-  an `m` then.
+  that train as many epochs of as small a batch as words do. `guarded_`: the alphabet is the gate's, and the KL larger. Of each
+  side, `ability_kept`: what users are served knows of it after over before, `alarms`: which of `ALARMS` `understudy why` raises,
+  and the same (`second_`) after a second wish was learned, to end with a full stop; `second_wish`: share of the last 64 answers
+  that have an `m` then; `refused` of `candidates`.
 - takeover: another model is watched for 200 sessions. `takeover_share`: of the 128 sessions after the policy has learned from them,
   the share that it answers (at most 0.9); `takeover_score` beside `takeover_upstream_score`; `upstream_overhead_ms`: median latency
   of the other model through the run, less that without it.

@@ -102,23 +102,29 @@ def ability(run: LiveRun) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How people tell what they think, and what learns from it: `hard_scores` learn as hard as words do."""
+    """How people tell what they think, and what learns from it: as hard as the alphabet bears for one wish, but for `hard_scores`,
+    which learn as hard as words do."""
 
     settings: Sequence[str] = ()
     is_scored: bool = True
     has_words: bool = False
     batch: int = BATCH
+    is_guarded: bool = False
+    """The alphabet is the gate's."""
 
 
 READER = ["serve.gate.every=1", "learner.lr=1e-3", "learner.kl.coef=0.01"]
 """What bears a model that knows something: each update is served, and none is as wide as a random model's."""
+WORDS_ALONE = ["learner.recipe=sdpo", "learner.epochs=4"]
 SIDES = {
-    "scores": Side(["learner.kl.coef=0.3"]),
-    "words": Side(
-        ["learner.kl.coef=0.1", "learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True, batch=8
+    "scores": Side(),
+    "words": Side(WORDS_ALONE, is_scored=False, has_words=True, batch=8),
+    "hard_scores": Side(["learner.epochs=4"], batch=8),
+    "both": Side(["learner.hints.coef=1.0"], has_words=True),
+    "guarded_scores": Side(["learner.kl.coef=0.3"], is_guarded=True),
+    "guarded_words": Side(
+        [*WORDS_ALONE, "learner.kl.coef=0.1"], is_scored=False, has_words=True, batch=8, is_guarded=True
     ),
-    "hard_scores": Side(["learner.kl.coef=0.3", "learner.epochs=4"], batch=8),
-    "both": Side(["learner.kl.coef=0.1", "learner.hints.coef=1.0"], has_words=True),
 }
 
 
@@ -133,11 +139,14 @@ def wishes(folder: Path, seed: int, most: int) -> dict[str, Any]:
 
 def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, Any]:
     """Sessions of each wish, what is kept of the first one with the second, and of the alphabet with each."""
-    side, tasks = SIDES[name], write_tasks(folder / "alphabet.parquet", ALPHABET.items())
+    side = SIDES[name]
     words = [
         f"model.path={reader(folder, seed)}", *TINY, *READER, *side.settings, f"buffer.groups_per_step={side.batch}",
-        f"run.seed={seed}", f"serve.gate.tasks={tasks}", "serve.gate.samples=4", "data.scorer=exact_match",
+        f"run.seed={seed}",
     ]  # fmt: skip
+    if side.is_guarded:
+        tasks = write_tasks(folder / "alphabet.parquet", ALPHABET.items())
+        words += [f"serve.gate.tasks={tasks}", "serve.gate.samples=4", "data.scorer=exact_match"]
     with LiveRun(folder, f"{name}-{seed}", *words) as run:
         before = ability(run)
         learned_at, kept, alarms = list[int | None](), list[float](), list[list[str]]()

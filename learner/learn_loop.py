@@ -259,7 +259,7 @@ class LearnLoop:
         await self._lessons.end()
 
     async def _offer(self, users: Versions, *, entropy: float | None) -> None:
-        """The newest version is a candidate. Where it is refused the learner goes back to what it was after the candidate before;
+        """The newest version is a candidate. Where it is refused the learner goes back to what it was when the last was promoted;
         what is saved is the state that it continues from."""
         sessions, self._new_sessions = sorted(set(self._new_sessions)), []  # steps may have been made again
         self.activity = "gate"
