@@ -48,9 +48,8 @@ def test_candidates_are_refused_for_sessions_entropy_and_likeness_and_sessions_a
     until(lambda: live.command("ledger", "episodes", str(live.folder), "--where", "user=bob state=scored") != "", live)
     told = live.command("ledger", "forget", str(live.folder), "--user", "bob")
     assert "forgotten: 1 episodes, 1 rounds" in told
-    assert live.command(
-        "ledger", "export", str(live.folder), "--user", "bob", "--messages", str(tmp_path / "bob.jsonl")
-    )
+    with pytest.raises(AssertionError, match="must have sessions that are stored, got none"):
+        live.command("ledger", "export", str(live.folder), "--user", "bob", "--messages", str(tmp_path / "bob.jsonl"))
     os.killpg(process.pid, signal.SIGINT)
     process.wait()
 
