@@ -72,6 +72,11 @@ def said_by(role: str, *, seed: int, version: int = 0, groups: Sequence[int] = (
     return [replace(row, role=role, group_id=groups[row.group_id]) for row in rows]
 
 
+def half_stored(rows: Sequence[Row], *, step: int) -> list[Row]:
+    """With the second group as one that was trained before, from the second step on."""
+    return [replace(row, times_trained=int(step > 0 and row.group_id == 1)) for row in rows]
+
+
 def adapter_of(trainer: RoleTrainer, role: str) -> fsdp.Shards:
     trainer._enter(role)
     return fsdp.clone_shards(trainer._policy)
@@ -91,7 +96,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 rows = [
                     replace(row, role="") for row in said_by(role, seed=10 * number + step, version=max(0, step - 1))
                 ]
-                figures[role] = trainer.train_step(TrainBatch(rows=rows), version=step)
+                figures[role] = trainer.train_step(TrainBatch(rows=half_stored(rows, step=step)), version=step)
             alone[role] = fsdp.clone_shards(trainer._policy)
     assert not same(alone["scout"], alone["runner"])
     with two_roles(model) as trainer:
@@ -102,7 +107,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 for row in said_by(role, seed=10 * number + step, version=max(0, step - 1))
             ]
             rows.sort(key=lambda row: row.group_id)
-            found = trainer.train_step(TrainBatch(rows=rows), version=step)
+            found = trainer.train_step(TrainBatch(rows=half_stored(rows, step=step)), version=step)
         assert all(same(adapter_of(trainer, role), alone[role]) for role in ROLES)
         assert trainer.versions() == {"scout": 3, "runner": 3}
         for role in ROLES:
@@ -112,6 +117,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 "policy/grad_norm",
                 "policy/max_logprob_diff",
                 "policy/lag_mean",
+                "replay/ratio_mean",
             ):
                 assert found[f"adapter/{role}/{name}"] == figures[role][name], (role, name)
     largest = max(figures[role]["policy/max_logprob_diff"] for role in ROLES)
