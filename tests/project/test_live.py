@@ -153,7 +153,7 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     until(use, live)
     assert {step["live/users"] for step in live.steps[1:]} == {2}
     assert all(step["live/sessions"] > 0 for step in live.steps)
-    assert [step["replay/groups"] for step in live.steps[:3]] == [0, 2, 2] and live.steps[1]["replay/counted_share"] > 0
+    assert [step["replay/groups"] for step in live.steps[:3]] == [0, 2, 2] and live.steps[1]["replay/age_max"] == 1
     assert "feedback alone is learned from" in (live.folder.parent / "live.out").read_text()
     assert max(step["policy/max_logprob_diff"] for step in live.steps) < 1e-4
     for each in live.gated:
