@@ -7,6 +7,8 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
   until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
+- replay: `replayed_vs_fresh`: sessions until 0.8 where half of each batch are old sessions, over those with new ones alone;
+  `replayed_counted`: share of their tokens that moves the policy.
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates of later
   sessions alone that were promoted, of the first five, `poisoned_candidates`; `bad_version_served_s`: seconds until a version that
   was promoted by force is taken back; `wish_promoted`: candidates that were promoted before, of `wish_candidates`.
@@ -15,9 +17,10 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 - kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
 - wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
   they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
-  that train as many epochs of as small a batch as words do. Of each side, `ability_kept`: what it knows of the alphabet after over
-  before, `alarms`: which of `ALARMS` `understudy why` raises, and the same (`second_`) after a second wish was learned, to end
-  with a full stop; `second_wish`: share of the last 64 answers that have an `m` then.
+  that train as many epochs of as small a batch as words do. `guarded_`: the alphabet is the gate's, and the KL larger. Of each
+  side, `ability_kept`: what users are served knows of it after over before, `alarms`: which of `ALARMS` `understudy why` raises,
+  and the same (`second_`) after a second wish was learned, to end with a full stop; `second_wish`: share of the last 64 answers
+  that have an `m` then; `refused` of `candidates`.
 - takeover: another model is watched for 200 sessions. `takeover_share`: of the 128 sessions after the policy has learned from them,
   the share that it answers (at most 0.9); `takeover_score` beside `takeover_upstream_score`; `upstream_overhead_ms`: median latency
   of the other model through the run, less that without it.
@@ -46,7 +49,9 @@ import psutil
 from benchmarks.harness import parser_of, play
 from benchmarks.live_others import real, takeover
 from benchmarks.live_run import BATCH, QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
-from benchmarks.live_wishes import wishes
+from benchmarks.live_wishes import wishes, write_tasks
+
+OLD_SESSIONS = ["buffer.replay.share=0.5", "buffer.replay.only=all"]
 
 
 def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
@@ -67,23 +72,13 @@ def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
     }
 
 
-def write_gate(path: Path) -> Path:
-    """The wish, as tasks."""
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [
-        {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "m"}, "data_source": "wish"}
-        for text in QUESTIONS * 16
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
-
-
 def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
     """What feedback that is turned around does, and a version that is promoted by force."""
-    tasks = write_gate(folder / f"gate-{seed}.parquet")
-    guarded = [f"serve.gate.tasks={tasks}", "serve.gate.every=2", "serve.gate.samples=2", "data.scorer=contains"]
+    tasks = write_tasks(folder / "wish.parquet", [(text, "m") for text in QUESTIONS * 16])
+    guarded = [
+        f"serve.gate.tasks={tasks}", "serve.gate.every=2", "serve.gate.samples=2", "data.scorer=contains",
+        "serve.gate.max_drift=5",  # the random model has 5.6 nats
+    ]  # fmt: skip
     with LiveRun(folder, f"gate-{seed}", *TINY, *guarded, f"run.seed={seed}") as run:
         scores, _ = sessions(run, has_m, until=learned, most=most, seed=seed)
         good = _versions(run)["served"]
@@ -105,6 +100,21 @@ def gate(folder: Path, seed: int, most: int) -> dict[str, Any]:
         "poisoned_promoted": len(promoted), "poisoned_candidates": len(after), "bad_version_served_s": took,
         "served_again": served == good, "wish_candidates": len(wished),
         "wish_promoted": sum(each["state"] == "promoted" for each in wished),
+    }  # fmt: skip
+
+
+def replay(folder: Path, seed: int, most: int) -> dict[str, Any]:
+    """A wish is learned, by new sessions alone and with old ones as half of each batch."""
+    found = dict[str, int | None]()
+    for name, words, batch in (("fresh", [], BATCH), ("replayed", OLD_SESSIONS, BATCH // 2)):
+        with LiveRun(folder, f"{name}-{seed}", *TINY, *words, f"run.seed={seed}") as run:
+            scores, _ = sessions(run, has_m, until=learned, most=most, seed=seed, batch=batch)
+            found[name] = len(scores) if learned(scores) else None
+            counted = [step["replay/counted_share"] for step in run.steps if step.get("replay/groups")]
+    fresh, replayed = found["fresh"], found["replayed"]
+    return {
+        "fresh_sessions": fresh, "replayed_sessions": replayed,
+        "replayed_vs_fresh": replayed / fresh if replayed and fresh else None, "replayed_counted": median(counted),
     }  # fmt: skip
 
 
@@ -181,8 +191,8 @@ def _never(_: list[float]) -> bool:
 
 
 PARTS = {
-    "two_users": two_users, "preference": preference, "gate": gate, "kills": kills, "wishes": wishes, "takeover": takeover,
-    "real": real,
+    "two_users": two_users, "preference": preference, "replay": replay, "gate": gate, "kills": kills, "wishes": wishes,
+    "takeover": takeover, "real": real,
 }  # fmt: skip
 
 

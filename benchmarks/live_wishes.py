@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ WORDS = [
 ALARMS = ("entropy_gone", "falling_entropy", "fallen_reward")
 """What `understudy why` calls a collapse."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABET = {f"What comes after {LETTERS[place]}?": LETTERS[place + 1] for place in range(25)}
+"""What the model knows, and nobody speaks of."""
 
 
 def has_stop(text: str) -> float:
@@ -54,7 +56,7 @@ def reader_demonstrations(number: int, *, seed: int) -> Iterator[dict[str, Any]]
         answer = draw.choice(WORDS) + draw.choice(["", "."])
         if index % 4 == 0:
             place = draw.randrange(25)
-            said, answer = [user(f"What comes after {LETTERS[place]}?")], LETTERS[place + 1]
+            said, answer = [user([*ALPHABET][place])], LETTERS[place + 1]
         elif index % 4 > 1:
             wish, holds = draw.choice(list(WISHES.items()))
             said.append(user(wish))
@@ -75,34 +77,54 @@ def reader(folder: Path, seed: int) -> Path:
     return made
 
 
+def write_tasks(path: Path, answers: Iterable[tuple[str, str]]) -> Path:
+    """A task for each question, for a gate."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": truth}, "data_source": "live"}
+        for text, truth in answers
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
 def ability(run: LiveRun) -> float:
     """Share of the alphabet that it knows: each letter four times."""
 
-    def knows(place: int) -> float:
-        return float(run.ask(f"What comes after {LETTERS[place]}?")[1].strip() == LETTERS[place + 1])
+    def knows(question: str) -> float:
+        return float(run.ask(question)[1].strip() == ALPHABET[question])
 
     with ThreadPoolExecutor(USERS) as asking:
-        return fmean(asking.map(knows, [*range(25)] * 4))
+        return fmean(asking.map(knows, [*ALPHABET] * 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How people tell what they think, and what learns from it: as hard as the alphabet bears, but for `hard_scores`, which learn
-    as hard as words do."""
+    """How people tell what they think, and what learns from it: as hard as the alphabet bears for one wish, but for `hard_scores`,
+    which learn as hard as words do."""
 
     settings: Sequence[str] = ()
     is_scored: bool = True
     has_words: bool = False
     batch: int = BATCH
+    is_guarded: bool = False
+    """The alphabet is the gate's."""
 
 
 READER = ["serve.gate.every=1", "learner.lr=1e-3", "learner.kl.coef=0.01"]
 """What bears a model that knows something: each update is served, and none is as wide as a random model's."""
+WORDS_ALONE = ["learner.recipe=sdpo", "learner.epochs=4"]
 SIDES = {
     "scores": Side(),
-    "words": Side(["learner.recipe=sdpo", "learner.epochs=4"], is_scored=False, has_words=True, batch=8),
+    "words": Side(WORDS_ALONE, is_scored=False, has_words=True, batch=8),
     "hard_scores": Side(["learner.epochs=4"], batch=8),
     "both": Side(["learner.hints.coef=1.0"], has_words=True),
+    "guarded_scores": Side(["learner.kl.coef=0.3"], is_guarded=True),
+    "guarded_words": Side(
+        [*WORDS_ALONE, "learner.kl.coef=0.1"], is_scored=False, has_words=True, batch=8, is_guarded=True
+    ),
 }
 
 
@@ -122,6 +144,9 @@ def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, An
         f"model.path={reader(folder, seed)}", *TINY, *READER, *side.settings, f"buffer.groups_per_step={side.batch}",
         f"run.seed={seed}",
     ]  # fmt: skip
+    if side.is_guarded:
+        tasks = write_tasks(folder / "alphabet.parquet", ALPHABET.items())
+        words += [f"serve.gate.tasks={tasks}", "serve.gate.samples=4", "data.scorer=exact_match"]
     with LiveRun(folder, f"{name}-{seed}", *words) as run:
         before = ability(run)
         learned_at, kept, alarms = list[int | None](), list[float](), list[list[str]]()
@@ -148,5 +173,7 @@ def two_wishes(folder: Path, seed: int, most: int, *, name: str) -> dict[str, An
         "second_wish": sum(first[-WINDOW:]) / WINDOW,
         "second_ability_kept": kept[1],
         "second_alarms": alarms[1],
+        "candidates": steps[-1].get("live/gate_candidates"),
+        "refused": steps[-1].get("live/gate_refused"),
         "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
     }

@@ -141,10 +141,9 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         try:
             while True:
                 woken.clear()
-                wanted = num_groups
-                if patience is not None and loop.time() >= patience.when():
-                    wanted = min(num_groups, max(1, self.ledger.counts()["groups/ready"]))
-                if (batch := await self._claim(wanted, min_version=min_version, replay=replay)) is not None:
+                fewest = 1 if patience is not None and loop.time() >= patience.when() else None
+                future = self.ledger.claim(num_groups, min_version=min_version, replay=replay, fewest=fewest)
+                if (batch := await self._claimed(future)) is not None:
                     return batch
                 await woken.wait()
         finally:
@@ -158,8 +157,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         for woken in list(self._waiting):
             woken.set()
 
-    async def _claim(self, num_groups: int, *, min_version: int, replay: Replay | None) -> TrainBatch | None:
-        future = self.ledger.claim(num_groups, min_version=min_version, replay=replay)
+    async def _claimed(self, future: Future[TrainBatch | None]) -> TrainBatch | None:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

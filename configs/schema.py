@@ -915,7 +915,7 @@ class Config(Section):
                     f"leave it out"
                 )
             return
-        groups, members, hints = self.buffer.groups_per_step, self.buffer.group_size, learner.hints.coef
+        groups, members = self.buffer.groups_per_step, self.buffer.group_size
         part, old = (
             f"{1 / groups:g}" if groups > 1 else "0.5 beside buffer.groups_per_step=8",
             "trains what older policies sampled",
@@ -934,9 +934,6 @@ class Config(Section):
             ),
             (learner.correction == "none", f"{old}, got learner.correction=none", "set learner.correction=tis"),
             (learner.advantage == "opo", f"{old}, got learner.advantage=opo, exact on its own samples only", "take another one"),
-            (hints > 0.0, f"{old}, got learner.hints.coef={hints:g}, which no importance weight corrects", "leave one out"),
-            (self.serve.enabled, "is of batches that are full, got serve.enabled=true, which takes smaller ones", "leave one out"),
-            (learner.lora.per_role, "counts steps, got learner.lora.per_role=true, versions of roles", "leave one out"),
         )  # fmt: skip
         for is_bad, rule, remedy in refusals:
             if is_bad:

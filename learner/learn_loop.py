@@ -261,7 +261,7 @@ class LearnLoop:
         await self._lessons.end()
 
     async def _offer(self, users: Versions, *, entropy: float | None) -> None:
-        """The newest version is a candidate. Where it is refused the learner goes back to what it was after the candidate before;
+        """The newest version is a candidate. Where it is refused the learner goes back to what it was when the last was promoted;
         what is saved is the state that it continues from."""
         sessions, self._new_sessions = sorted(set(self._new_sessions)), []  # steps may have been made again
         self.activity = "gate"
@@ -323,7 +323,8 @@ class LearnLoop:
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run is to stop, or `_is_lesson_due`."""
         buffer = self._schedule.buffer
-        min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=self.step)
+        least = min(self._versions.values(), default=self.step)
+        min_version, replay = self._oldest - buffer.max_policy_lag, replay_at(buffer, version=least)
         num_groups = buffer.groups_per_step
         if self._stopped:
             return None

@@ -31,17 +31,27 @@ _HAS_FORGOTTEN = "SELECT 1 FROM episode JOIN round USING (episode_id) WHERE grou
 
 @operation(transient=True)
 def claim(
-    db: sqlite3.Connection, *, num_groups: int, min_version: int, replay: Replay | None = None
+    db: sqlite3.Connection,
+    *,
+    num_groups: int,
+    min_version: int,
+    replay: Replay | None = None,
+    fewest: int | None = None,
 ) -> TrainBatch | None:
     """Lease `num_groups` groups: stored ones by `replay`, as many as there are, and ready ones, those that were given back first,
     then the oldest; before that, evict ready groups whose tokens are all older than `min_version`. A batch that was given back
-    whole is claimed as it was, with its stored groups."""
+    whole is claimed as it was, with its stored groups. `fewest`: with so many ready ones a smaller batch will do, of which no
+    larger part is stored."""
     evict_stale(db, min_version=min_version)
     while True:
         ready, stored = _next_groups(db, num_groups=num_groups, replay=replay)
+        if len(ready) + len(stored) < num_groups:
+            if fewest is None or len(ready) < fewest:
+                return None
+            if replay is not None:
+                most = len(ready) * replay.num_groups // max(1, num_groups - replay.num_groups)
+                stored = _stored_groups(db, replay=replace(replay, num_groups=most))
         group_ids = ready + stored
-        if len(group_ids) < num_groups:
-            return None
         rows = {group_id: group_rows(db, group_id=group_id) for group_id in group_ids}
         # Tokens may have been left out since they were counted.
         stale = [group_id for group_id in ready if not _is_fresh(rows[group_id], min_version=min_version)]
@@ -163,9 +173,11 @@ _GIVEN_BACK = "FROM grp INDEXED BY grp_given_back WHERE state = 'ready' AND firs
 _LEASED = (
     "SELECT group_id FROM grp WHERE lease_id = ?1 UNION ALL SELECT group_id FROM joined WHERE lease_id = ?1 ORDER BY 1"
 )
+IN_BATCH = "EXISTS (SELECT 1 FROM joined JOIN lease USING (lease_id) WHERE joined.group_id = grp.group_id AND lease.state = 'active')"
+"""A stored group is in a batch that is trained now."""
 _CAN_JOIN = (
-    "state = 'trained' AND num_trained < :times AND NOT EXISTS (SELECT 1 FROM joined JOIN lease USING (lease_id) "
-    "WHERE joined.group_id = grp.group_id AND lease.state = 'active')"
+    f"state = 'trained' AND num_trained < :times AND NOT {IN_BATCH} "
+    f"AND NOT EXISTS (SELECT 1 FROM episode WHERE group_id = grp.group_id AND reason = '{WAS_FORGOTTEN}')"
 )
 _MEMBERS = "FROM episode WHERE episode.group_id = grp.group_id AND state = 'scored' AND sample_index >= greedy"
 _ELIGIBLE = {

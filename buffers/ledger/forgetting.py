@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from buffers.errors import UnknownEpisode
-from buffers.ledger.batches import WAS_FORGOTTEN
+from buffers.ledger.batches import IN_BATCH, WAS_FORGOTTEN
 from buffers.ledger.encode import FORGOTTEN
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
@@ -63,7 +63,7 @@ def expired_sessions(db: sqlite3.Connection, *, age_s: float | None, limit: int)
     found = db.execute(
         "SELECT episode_id FROM session JOIN episode USING (episode_id) JOIN grp USING (group_id) "
         "WHERE heard_at < coalesce((julianday('now') - 2440587.5) * 86400.0 - ?, 1.0) "
-        "AND grp.state NOT IN ('ready', 'leased') ORDER BY heard_at LIMIT ?",
+        f"AND grp.state NOT IN ('ready', 'leased') AND NOT {IN_BATCH} ORDER BY heard_at LIMIT ?",
         (age_s, limit),
     )
     return [episode_id for (episode_id,) in found.fetchall()]
@@ -81,8 +81,8 @@ def forget_episodes(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> Fo
 
 def _forget(db: sqlite3.Connection, *, episode_id: str) -> Forgotten:
     row = read_episode(db, episode_id=episode_id)
-    (state,) = db.execute("SELECT state FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
-    if state == GroupState.LEASED:
+    state, joins = db.execute(f"SELECT state, {IN_BATCH} FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    if state == GroupState.LEASED or joins:
         db.execute("UPDATE session SET heard_at = 0 WHERE episode_id = ? AND heard_at IS NOT NULL", (episode_id,))
         return Forgotten(in_batch=(episode_id,))
     if state in (GroupState.OPEN, GroupState.READY, GroupState.VALIDATING):

@@ -321,13 +321,16 @@ class Ledger:
             drop_zero_variance=self._drop_equal,
         )
 
-    def claim(self, num_groups: int, *, min_version: int, replay: Replay | None = None) -> Future[TrainBatch | None]:
+    def claim(
+        self, num_groups: int, *, min_version: int, replay: Replay | None = None, fewest: int | None = None
+    ) -> Future[TrainBatch | None]:
         """Lease a full batch of ready groups, the oldest first; None when there are fewer. `replay`: stored ones take places of it.
+        `fewest`: so many ready ones will do, at least 1.
 
         Ready groups whose trained tokens are all older than `min_version` are evicted first. A lease lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
-        return self._call(batches.claim, num_groups=num_groups, min_version=min_version, replay=replay)
+        return self._call(batches.claim, num_groups=num_groups, min_version=min_version, replay=replay, fewest=fewest)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.

@@ -53,15 +53,18 @@ class WaitingRows:
         """Groups in which the role has something to learn."""
         return len(self._groups)
 
-    def add(self, rows: Iterable[Row], *, min_version: int) -> int:
-        """Rows of this role. Returns how many groups are left out: all that the role sampled there is older than `min_version`."""
+    def add(self, rows: Iterable[Row], *, min_version: int, min_stored: int) -> int:
+        """Rows of this role. Returns how many groups are left out: all that the role sampled there is older than `min_version`, or
+        in a stored group than `min_stored`. One that waits already is not added again."""
         found: dict[int, list[Row]] = {}
         for row in rows:
             found.setdefault(row.group_id, []).append(row)
         num_stale = 0
         for group_id, own in found.items():
+            if group_id in self._groups:
+                continue
             trained = [row for row in own if not row.greedy and row.num_trained]
-            if any(bool((row.versions >= min_version).any()) for row in trained):
+            if any(bool((row.versions >= (min_stored if row.times_trained else min_version)).any()) for row in trained):
                 self._groups[group_id] = own
             else:
                 num_stale += bool(trained)
@@ -160,7 +163,10 @@ class RoleTrainer(Trainer):
         trained = dict[str, dict[str, float]]()
         for role, waiting in self._waiting.items():
             own = [row for row in batch.rows if row.role == role]
-            num_stale = waiting.add(own, min_version=self._all[role].steps - self._keep_versions + 1)
+            steps = self._all[role].steps
+            num_stale = waiting.add(
+                own, min_version=steps - self._keep_versions + 1, min_stored=steps - self._replay_lag
+            )
             num_groups = waiting.num_groups
             if num_groups >= self._groups_per_step:
                 self._enter(role)

@@ -132,6 +132,7 @@ def ask(client: openai.OpenAI, text: str, **more):
 def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     live = Live(tmp_path)
     live.words += ["serve.gate.session_share=0.5", "serve.gate.sessions=4", "serve.sessions_keep_version=true"]
+    live.words += ["buffer.replay.share=0.5", "buffer.replay.only=all"]
     keys = {name: live.command("serve", "keys", "add", name, *live.words).strip() for name in ("ann", "bob")}
     process = live.start()
     clients = clients_of(live, keys)
@@ -152,6 +153,8 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     until(use, live)
     assert {step["live/users"] for step in live.steps[1:]} == {2}
     assert all(step["live/sessions"] > 0 for step in live.steps)
+    assert [step["replay/groups"] for step in live.steps[:3]] == [0, 2, 2] and live.steps[1]["replay/age_max"] == 1
+    assert "feedback alone is learned from" in (live.folder.parent / "live.out").read_text()
     assert max(step["policy/max_logprob_diff"] for step in live.steps) < 1e-4
     for each in live.gated:
         assert each["state"] == "promoted" and each["gate"]["tasks"] == 4 and abs(each["gate"]["drift"]) < 2.0

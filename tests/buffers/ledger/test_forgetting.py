@@ -19,6 +19,7 @@ from buffers.ledger.doctor import findings
 from buffers.ledger.forgetting import Forgotten
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.schema import read_database
+from buffers.records import Replay
 from learner.live import clean_up
 from tests.support.buffer_parts import make_round, open_running
 
@@ -147,6 +148,26 @@ def test_what_is_in_a_batch_is_forgotten_after_it(ledger: Ledger, path: Path) ->
     assert ledger.expired_sessions(age_s=-1e6, limit=9).result() == []
     ledger.overwrite(whole=False)
     assert holding(path, *SECRETS) == [] and sound(path)
+
+
+def test_a_stored_session_joins_no_batch_once_it_is_forgotten_and_is_forgotten_after_the_one_that_it_is_in(
+    ledger: Ledger, path: Path
+) -> None:
+    replay = Replay(num_groups=2, min_version=0, only="all", times=2)
+    for name in ("ann-0", "ann-1", "ann-2", "ann-3"):
+        say(ledger, name)
+        think(ledger, name)
+    train(ledger, step=1, num_groups=3)
+    ledger.forget_episodes(episode_ids=["ann-2"]).result()
+    assert ledger.count_stored(replay).result() == 2
+    batch = ledger.claim(3, min_version=0, replay=replay).result()
+    assert batch is not None and [row.episode_id for row in batch.rows] == ["ann-3", "ann-0", "ann-1"]
+    assert [row.baseline for row in batch.rows] == [1.0] * 3  # of the user's sessions that were trained
+    assert ledger.forget_episodes(episode_ids=["ann-1"]).result() == Forgotten(in_batch=("ann-1",))
+    assert ledger.expired_sessions(age_s=-1e6, limit=9).result() == []
+    ledger.commit_step(batch.lease_id, step=2, version=2).result()
+    assert ledger.expired_sessions(age_s=None, limit=9).result() == ["ann-1"]
+    assert ledger.forget_episodes(episode_ids=["ann-1"]).result().steps == (1, 2) and sound(path)
 
 
 def test_what_was_trained_and_forgotten_is_not_trained_again_in_another_lineage(ledger: Ledger, path: Path) -> None:

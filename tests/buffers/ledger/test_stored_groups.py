@@ -84,6 +84,23 @@ def test_those_trained_least_often_come_first_then_the_newest_and_none_beyond_it
     ledger.close()
 
 
+@pytest.mark.parametrize(("fresh", "num_groups", "stored"), [(3, 8, 3), (3, 12, 1), (1, 12, 0), (4, 8, 4), (5, 8, 4)])
+def test_of_a_smaller_batch_no_larger_part_is_stored(fresh: int, num_groups: int, stored: int) -> None:
+    ledger = Ledger(None)
+    replay = replace(REPLAY, num_groups=4)
+    for _ in range(6):
+        make_group(ledger, 1.0)
+    train(ledger, 6, step=1, replay=None)
+    assert (
+        ledger.claim(num_groups, min_version=0, replay=replay, fewest=1).result() is None
+    )  # a fresh one is waited for
+    groups = [make_group(ledger, 1.0) for _ in range(fresh)]
+    batch = ledger.claim(num_groups, min_version=0, replay=replay, fewest=1).result()
+    assert batch is not None and batch.num_stored == stored
+    assert batch.group_ids[: -stored or None] == tuple(groups[: num_groups - stored])
+    ledger.close()
+
+
 @pytest.mark.parametrize(("only", "number"), [("all", 4), ("mixed", 2), ("solved", 2)])
 def test_which_groups_are_eligible(only: Eligible, number: int) -> None:
     ledger = Ledger(None)

@@ -72,6 +72,11 @@ def said_by(role: str, *, seed: int, version: int = 0, groups: Sequence[int] = (
     return [replace(row, role=role, group_id=groups[row.group_id]) for row in rows]
 
 
+def half_stored(rows: Sequence[Row], *, step: int) -> list[Row]:
+    """With the second group as one that was trained before, from the second step on."""
+    return [replace(row, times_trained=int(step > 0 and row.group_id == 1)) for row in rows]
+
+
 def adapter_of(trainer: RoleTrainer, role: str) -> fsdp.Shards:
     trainer._enter(role)
     return fsdp.clone_shards(trainer._policy)
@@ -91,7 +96,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 rows = [
                     replace(row, role="") for row in said_by(role, seed=10 * number + step, version=max(0, step - 1))
                 ]
-                figures[role] = trainer.train_step(TrainBatch(rows=rows), version=step)
+                figures[role] = trainer.train_step(TrainBatch(rows=half_stored(rows, step=step)), version=step)
             alone[role] = fsdp.clone_shards(trainer._policy)
     assert not same(alone["scout"], alone["runner"])
     with two_roles(model) as trainer:
@@ -102,7 +107,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 for row in said_by(role, seed=10 * number + step, version=max(0, step - 1))
             ]
             rows.sort(key=lambda row: row.group_id)
-            found = trainer.train_step(TrainBatch(rows=rows), version=step)
+            found = trainer.train_step(TrainBatch(rows=half_stored(rows, step=step)), version=step)
         assert all(same(adapter_of(trainer, role), alone[role]) for role in ROLES)
         assert trainer.versions() == {"scout": 3, "runner": 3}
         for role in ROLES:
@@ -112,6 +117,7 @@ def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path
                 "policy/grad_norm",
                 "policy/max_logprob_diff",
                 "policy/lag_mean",
+                "replay/ratio_mean",
             ):
                 assert found[f"adapter/{role}/{name}"] == figures[role][name], (role, name)
     largest = max(figures[role]["policy/max_logprob_diff"] for role in ROLES)
@@ -248,6 +254,15 @@ def test_a_batch_with_a_score_that_is_not_finite_changes_no_role(model: Path) ->
         assert same(adapter_of(trainer, "scout"), before) and trainer.versions() == {"scout": 0, "runner": 0}
 
 
+def test_a_stored_group_waits_by_its_own_age_and_once() -> None:
+    waiting = WaitingRows()
+    old = make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout", times_trained=1)
+    assert waiting.add([old], min_version=6, min_stored=5) == 1 and waiting.num_groups == 0
+    assert waiting.add([old], min_version=6, min_stored=4) == 0 and waiting.num_groups == 1
+    assert waiting.add([replace(old, times_trained=2)], min_version=6, min_stored=4) == 0
+    assert [row.times_trained for row in waiting.take()] == [1]
+
+
 def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     row = make_row(
         [5, 6, 7, 8], mask=[0, 1, 0, 1], episode="3-1-0", group=3, score=0.1 + 0.2, logprobs=[-0.1, -0.7, -0.2, -1e-9],
@@ -257,9 +272,16 @@ def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     )  # fmt: skip
     waiting = {role: WaitingRows() for role in ROLES}
     greedy = make_row([1, 2], mask=[0, 1], episode="3-0-0", group=3, version=4, role="scout", greedy=True)
-    assert waiting["scout"].add([greedy, row], min_version=5) == 0
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5) == 1
-    assert waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0) == 0
+    assert waiting["scout"].add([greedy, row], min_version=5, min_stored=0) == 0
+    assert (
+        waiting["scout"].add(
+            [make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5, min_stored=0
+        )
+        == 1
+    )
+    assert (
+        waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0, min_stored=0) == 0
+    )
     write_waiting(tmp_path, waiting)
     assert (tmp_path / FILE).is_file()
     found = read_waiting(tmp_path, roles=ROLES)

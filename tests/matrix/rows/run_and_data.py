@@ -16,6 +16,7 @@ SHOWN = "tests/mocked_server/vllm/test_demonstrations.py"
 JUDGE = "tests/env_adapters/scoring/test_judge.py"
 NEXT = "tests/mocked_server/test_next_turn.py"
 LIVE = "tests/project/test_live.py"
+REFUSED = "tests/project/test_live_refusals.py::test_candidates_are_refused_for_sessions_entropy_and_likeness_and_sessions_are_forgotten"
 WATCHED = "tests/mocked_server/test_watching.py"
 LEARNED = "tests/project/test_live_watched.py::test_what_another_model_says_is_learned_and_then_said_without_it"
 GATE = "tests/learner/test_live_versions.py"
@@ -68,11 +69,9 @@ def _run_rows() -> list[Row]:
         Row("serve.gate.every", "", f"{LIVE}::test_users_are_served_learned_from_and_found_again_after_a_kill"),
         Row("serve.gate.samples", "", f"{GATE}::test_each_task_is_played_as_often_as_asked"),
         Row("serve.gate.margin", "", f"{GATE}::test_a_candidate_that_may_be_worse_is_refused_and_the_served_one_stays"),
-        Row("serve.gate.min_entropy", "", f"{GATE}::test_a_policy_whose_entropy_collapsed_is_refused"),
+        *[Row(f"serve.gate.{key}", "", REFUSED) for key in ("min_entropy", "max_likeness", "session_hours")],
         Row("serve.gate.max_drift", "", f"{GATE}::test_a_candidate_that_drifted_from_the_model_is_refused"),
-        Row("serve.gate.max_likeness", "", f"{GATE}::test_a_candidate_that_says_the_same_everywhere_is_refused_unless_it_always_did"),
         *[Row(f"serve.gate.{key}", "", f"{GATE}::test_a_candidate_is_tried_on_a_share_of_the_sessions") for key in ("session_share", "sessions")],
-        Row("serve.gate.session_hours", "", f"{GATE}::test_sessions_of_before_of_side_calls_and_of_other_versions_do_not_count"),
         Row("serve.sessions_keep_version", True, f"{GATE}::test_sessions_keep_the_last_four_versions_that_were_served"),
         Row("serve.sessions_keep_version", False, f"{GATE}::test_sessions_move_on_where_they_do_not_keep_their_version"),
         Row("serve.judge.model", "", f"{NEXT}::test_the_policy_judges_its_own_answers_by_what_is_said_next"),

@@ -65,13 +65,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stored groups of another policy": (
         {"buffer.replay.share": 0.5, "learner.advantage": "opo"}, ("buffer.replay.share", "got learner.advantage=opo"),
     ),
-    "stored groups that hints teach": (
-        {"buffer.replay.share": 0.5, "learner.hints.coef": 0.5}, ("buffer.replay.share", "got learner.hints.coef=0.5"),
-    ),
-    "stored groups beside an adapter for each role": (
-        {"buffer.replay.share": 0.5, "learner.lora": {"rank": 4, "per_role": True}, "roles": {"a": {}}},
-        ("buffer.replay.share", "got learner.lora.per_role=true"),
-    ),
     "stored groups of demonstrations": (
         {"buffer.replay.share": 0.5, "learner.stage": "sft", "sft.demonstrations": "x.jsonl"},
         ("buffer.replay.share", "got learner.stage=sft"),
