@@ -11,11 +11,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from buffers.disk import end_of
 from buffers.errors import EnvDied, EnvError
@@ -41,16 +41,14 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     return [program, *(os.path.realpath(word) if os.path.isfile(word) else word for word in words[1:])]
 
 
+Starts = Callable[..., Awaitable[Any]]
+"""Such as `asyncio.create_subprocess_exec`; of what it returns `pid` and `wait` are used."""
+
+
 class Child:
     """One running program. Start -> (wait | first_line) -> stop."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        *,
-        log: Path,
-        stdout: Pipe | None = None,
-    ) -> None:
+    def __init__(self, process: Any, *, log: Path, stdout: Pipe | None = None) -> None:
         self._process = process
         self.log = log
         self._stdout = stdout
@@ -65,6 +63,7 @@ class Child:
         log: Path,
         stdin: Path = Path(os.devnull),
         pipe_stdout: bool = False,
+        starts: Starts = asyncio.create_subprocess_exec,
     ) -> Child:
         """Start `command` (already resolved). stderr, and stdout unless piped, are appended to `log`; stdin is a file."""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ class Child:
             sink = opened.enter_context(log.open("ab"))
             source = opened.enter_context(stdin.open("rb"))
             stdout = await open_pipe(opened) if pipe_stdout else None
-            process = await asyncio.create_subprocess_exec(
+            process = await starts(
                 *command,
                 cwd=cwd,
                 env=None if env is None else dict(env),
@@ -86,7 +85,8 @@ class Child:
 
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
-        return await self._process.wait()
+        code: int = await self._process.wait()
+        return code
 
     async def killed(self) -> bool:
         """True if a signal has ended it, or does so now."""
