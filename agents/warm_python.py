@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,10 @@ class WarmPython:
         order = json.dumps({"command": command, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
         while True:
             async with self._starting:
-                asked = self._asked = self._asked or await self._start()
+                if self._asked is None:
+                    await self._start()
+                asked = self._asked
+            assert asked is not None, "it is there, or that is an error"
             ours, theirs = socket.socketpair()
             told, writer = await asyncio.open_connection(sock=ours)
             try:
@@ -68,26 +71,25 @@ class WarmPython:
             if self._asked is asked:
                 await self.aclose()
 
-    async def _start(self) -> socket.socket:
+    async def _start(self) -> None:
         from buffers.disk import end_of  # the interpreter has nothing of ours
         from buffers.errors import AgentError
 
         log = self._folder / "log.txt"
         self._folder.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        self._asked, theirs = socket.socketpair()
+        self._asked.setblocking(False)
         with theirs, log.open("ab") as sink:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, cwd=self._folder, env=self._env, stdin=theirs.fileno(), stdout=sink, stderr=sink,
                 start_new_session=True,
             )  # fmt: skip
-        if await asyncio.get_running_loop().sock_recv(ours, 1):
-            return ours
-        ours.close()
-        raise AgentError(
-            f"agents.preload must name modules that {self._command[0]} can import, got {self._command[3:]}; leave out the others: "
-            f"{end_of(log, chars=2000)}"
-        )
+        if not await asyncio.get_running_loop().sock_recv(self._asked, 1):
+            raise AgentError(
+                f"agents.preload must name modules that {self._command[0]} can import, got {self._command[3:]}; leave out the "
+                f"others: {end_of(log, chars=2000)}"
+            )
+        self._asked.setblocking(True)
 
     async def aclose(self) -> None:
         """The interpreter ends; programs that run go on."""
@@ -101,9 +103,8 @@ class WarmPython:
 
 
 async def _exit_code(told: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    line = await told.readline()
-    writer.close()
-    return int(line or -signal.SIGKILL)
+    with closing(writer):  # which ends the program, where it still runs
+        return int(await told.readline() or -signal.SIGKILL)
 
 
 def serve(script: str, modules: Sequence[str]) -> None:

@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import sys
+from contextlib import aclosing
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
 import pytest
 
 from agents.external import AgentPerEpisode, AgentPlace
+from agents.warm_python import WarmPython
 from buffers.errors import AgentError
 from buffers.records import LeasedEpisode
 from configs.load import ConfigError, load_config
@@ -109,6 +112,19 @@ time.sleep(1000)
         await playing
     for each in (child, parent):
         await asyncio.to_thread(each.wait, PATIENCE_S)
+
+
+async def test_a_program_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    """As when the run is killed, whose connections the system closes then."""
+    (tmp_path / "agent.py").write_text("import time; time.sleep(1000)")
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    async with aclosing(WarmPython(command, modules=["colorsys"], env={}, folder=tmp_path / "warm")) as warm:
+        with TemporaryFile() as file:
+            forked = await warm.fork(*command, cwd=tmp_path, env={}, stdin=file, stdout=file, stderr=file)
+        program = psutil.Process(forked.pid)
+        await asyncio.sleep(0)  # it waits now
+        forked.ended.cancel()
+        await asyncio.to_thread(program.wait, PATIENCE_S)
 
 
 async def test_an_interpreter_that_was_killed_is_replaced(tmp_path: Path) -> None:
