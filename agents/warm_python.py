@@ -47,7 +47,7 @@ class WarmPython:
 
     async def fork(self, *command: str, cwd: Path, env: Mapping[str, str], **streams: Any) -> Forked:
         """Start it; `asyncio.create_subprocess_exec` takes the same. Raises AgentError where a module cannot be imported."""
-        order = json.dumps({"command": command, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
+        order = json.dumps({"command": command, "cwd": os.path.abspath(cwd), "env": dict(env)}).encode()
         while True:
             async with self._starting:
                 if self._asked is None:

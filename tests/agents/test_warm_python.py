@@ -64,10 +64,11 @@ async def test_a_program_finds_its_modules_and_everything_else_as_one_that_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LC_TIME", "C")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     told: list[dict[str, Any]] = []
     for name, preload in (("forked", ("colorsys",)), ("alone", ())):
-        service = await play(tmp_path / "here", TELLS, preload=preload)
+        service = await play(Path("here"), TELLS, preload=preload)  # as `runs/NAME` is
         assert service.scores == {"t": 1.0}
         seen, preloaded = json.loads((tmp_path / "here" / "agents" / "lane-0" / "told.json").read_text())
         assert preloaded is (name == "forked")
