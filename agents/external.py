@@ -17,18 +17,19 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agents.warm_python import WarmPython
 from buffers.disk import until_taken, until_written
 from buffers.errors import AgentError, EpisodeClosed, EpisodeError, ScoreError
 from buffers.records import LeasedEpisode, Task, scored_episode
 from buffers.tasks.task_pool import PoolClosed
 from configs.child_processes import clean_environment
-from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
+from env_adapters.child_process import STOP_GRACE_S, Child, Starts, resolve_command
 from env_adapters.scoring.scorers import ProgramOutput
 
 if TYPE_CHECKING:
@@ -119,12 +120,18 @@ def check_named(names: Sequence[str]) -> None:
         )
 
 
-def check_command(command: Sequence[str]) -> list[str]:
-    """The resolved agent command; raises AgentError when its program is not found."""
+def check_command(command: Sequence[str], *, preload: Sequence[str] = ()) -> list[str]:
+    """The resolved agent command; raises AgentError when its program is not found, or no Python for `preload`."""
     try:
-        return resolve_command(command)
+        words = resolve_command(command)
     except FileNotFoundError as error:
         raise AgentError(f"agents.command cannot be started: {error}") from None
+    if preload and not (len(words) > 1 and os.path.isfile(words[1])):
+        raise AgentError(
+            f"agents.preload={list(preload)} needs an agents.command of an interpreter and a file, such as ['{{python}}', a.py], "
+            f"got {list(command)}; leave agents.preload out"
+        )
+    return words
 
 
 async def play_in_lanes(
@@ -216,7 +223,7 @@ class LongLivedAgents:
 @dataclass(slots=True, eq=False)
 class AgentPerEpisode:
     """A fresh process for each episode, at most `concurrency` at once. Without a score, and without a `judge` who gives one
-    (`data.scorer`), exit code 0 is a failure too."""
+    (`data.scorer`), exit code 0 is a failure too. `preload`: modules that a process has imported when it starts."""
 
     command: Sequence[str]
     _: KW_ONLY
@@ -224,14 +231,24 @@ class AgentPerEpisode:
     service: EpisodeService
     concurrency: int
     judge: Rewards | None = None
+    preload: Sequence[str] = ()
     crashes: int = 0
+    _starts: Starts = asyncio.create_subprocess_exec
 
     def __post_init__(self) -> None:
-        self.command = check_command(self.command)
+        self.command = check_command(self.command, preload=self.preload)
 
     async def run(self) -> None:
-        """Runs until the tasks have ended. Cancelling stops the programs."""
-        await play_in_lanes(self.service, place=self.place.folder, concurrency=self.concurrency, play=self._play)
+        """Runs until the tasks have ended. Cancelling stops the programs. Raises AgentError where `preload` cannot be imported."""
+        play = partial(
+            play_in_lanes, self.service, place=self.place.folder, concurrency=self.concurrency, play=self._play
+        )
+        if not self.preload:
+            return await play()
+        env, folder = self.place.program_environment(""), self.place.folder / "preload"
+        async with aclosing(WarmPython(self.command, modules=self.preload, env=env, folder=folder)) as warm:
+            self._starts = warm.fork
+            await play()
 
     async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
         env, task_file = self._given(leased, folder)
@@ -242,6 +259,7 @@ class AgentPerEpisode:
             log=folder / "log.txt",
             stdin=task_file,
             pipe_stdout=self.judge is not None,
+            starts=self._starts,
         )
         printing = asyncio.create_task(self._printed(child), name=f"output of {leased.episode_id}")
         try:

@@ -182,6 +182,9 @@ class AgentsConfig(Section):
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
+    preload: list[Text] = Field(default_factory=list)
+    """Modules that Python imports once, with `processes: 0` and a command of an interpreter and a file: the process of an episode
+    is a fork of one that has them ([openai]: 0.6 s of a core less for each). They must bear that: no threads, no connections."""
     concurrency: PositiveInt | Literal["auto"] = 64
     """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step. auto: as many as the engines'
     caches hold. It begins with what they hold of the longest episodes, grows by a quarter with each turnover while every engine
@@ -196,6 +199,12 @@ class AgentsConfig(Section):
     """Attempts at one member of a group before the member is given up, and the group with it (see `fewest_members`)."""
     fewest_members: PositiveInt | None = None
     """A group is trained without the members that were given up, if at least so many have a score. None: it needs all."""
+
+    @model_validator(mode="after")
+    def _preloads_for_episodes(self) -> AgentsConfig:
+        if self.preload and self.processes:
+            raise ValueError(f"preload needs processes=0, got processes={self.processes}; leave preload out")
+        return self
 
 
 class HarborConfig(Section):

@@ -11,11 +11,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from buffers.disk import end_of
 from buffers.errors import EnvDied, EnvError
@@ -41,11 +41,15 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     return [program, *(os.path.realpath(word) if os.path.isfile(word) else word for word in words[1:])]
 
 
+Starts = Callable[..., Awaitable[Any]]
+"""Such as `asyncio.create_subprocess_exec`; of what it returns `pid` and `wait` are used."""
+
+
 @dataclass(eq=False)
 class Child:
     """One running program. Start -> (wait | first_line) -> stop."""
 
-    process: asyncio.subprocess.Process
+    process: Any
     _: KW_ONLY
     log: Path
     stdout: Pipe | None = None
@@ -60,6 +64,7 @@ class Child:
         log: Path,
         stdin: Path = Path(os.devnull),
         pipe_stdout: bool = False,
+        starts: Starts = asyncio.create_subprocess_exec,
     ) -> Child:
         """Start `command` (already resolved). stderr, and stdout unless piped, are appended to `log`; stdin is a file."""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +73,7 @@ class Child:
             sink = opened.enter_context(log.open("ab"))
             source = opened.enter_context(stdin.open("rb"))
             stdout = await open_pipe(opened) if pipe_stdout else None
-            process = await asyncio.create_subprocess_exec(
+            process = await starts(
                 *command,
                 cwd=cwd,
                 env=None if env is None else dict(env),
@@ -81,7 +86,18 @@ class Child:
 
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
-        return await self.process.wait()
+Starts = Callable[..., Awaitable[Any]]
+"""Such as `asyncio.create_subprocess_exec`; of what it returns `pid` and `wait` are used."""
+
+
+@dataclass(eq=False)
+class Child:
+    """One running program. Start -> (wait | first_line) -> stop."""
+
+    process: Any
+    _: KW_ONLY
+    log: Path
+    stdout: Pipe | None = None
 
     async def killed(self) -> bool:
         """True if a signal has ended it, or does so now."""

@@ -240,7 +240,8 @@ data:
   scorer: contains                    # 1 when the truth stands in what the agent printed; or exact_match, json_line, exit_code, ...
 agents:
   command: ["{python}", agent.py]     # any program, in any language
-  processes: 0                        # a fresh process for each episode
+  processes: 0                        # a fresh process for each episode,
+  preload: [openai]                   # forked of a Python that has imported this
   concurrency: 4
 rollout: {max_tokens: 6}
 buffer: {groups_per_step: 2, group_size: 8}

@@ -225,7 +225,7 @@ class Pipeline:
     async def _build(self, stack: AsyncExitStack) -> Parts:
         config = self._config
         if config.agents.command:
-            check_command(config.agents.command)
+            check_command(config.agents.command, preload=config.agents.preload)
         players = make_players(config)
         address = self._bind(stack)
         model = await self._prepare(players)
@@ -862,8 +862,9 @@ class Pipeline:
             return HarborTrials(config.env.harbor, place=place, service=parts.server, concurrency=many)
         if config.agents.processes == 0:
             return AgentPerEpisode(
-                config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
-            )
+                config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards,
+                preload=config.agents.preload,
+            )  # fmt: skip
         return LongLivedAgents(
             config.agents.command,
             place=place,

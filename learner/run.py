@@ -135,6 +135,8 @@ def checked_config(config: Config, *, resume: str, learns: bool = True) -> Confi
     """`local_config`, of a configuration that can be used. `learns` false: an evaluation. Raises UnderstudyError."""
     from learner.startup.input_check import in_fork
 
+    # Read when torch is imported. Threads that wait would keep their cores busy, and take them from those that they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     in_fork(lambda: check_inputs(config, resume=resume, learns=learns))
     local = local_config(config)
     in_fork(lambda: check_models(local, resume=resume))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import os
 import ssl
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from configs import fork_server
 from mocked_server.vllm.engine_arguments import set_process_environment
+from tests.support.processes import warm_runs
 
 gc.disable()  # until all tests are imported: see `configs.fork_server.imports_kept`
 set_process_environment()
@@ -73,9 +73,9 @@ def certificates_are_read_once() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines_are_forked() -> None:
-    """Engines and server processes of this process are forked of one that has imported vLLM, as those of a run are. Here that is
-    Python's own fork server, started where it is needed: this process has threads, and cannot be forked as a run is."""
-    multiprocessing.set_forkserver_preload(["tests.support.processes.forked_programs"])
+    """Engines and server processes of this process are forked of one that has imported vLLM, as those of a run are: this process
+    has threads, and cannot be forked as a run is."""
+    warm_runs.fork_here()
     fork_server._owner = os.getpid()
 
 

@@ -81,7 +81,7 @@ async def _play(sessions: LiveSessions, ledger: Ledger, number: int, *, prompt: 
     draw = np.random.default_rng(number)
     for index in range(2):
         ids = draw.integers(0, 30_000, prompt + answer)
-        round_ = make_round(live.episode_id, index=index, tail=ids[:prompt].tolist(), sampled=ids[prompt:].tolist())
+        round_ = make_round(live.episode_id, index=index, tail=ids[:prompt], sampled=ids[prompt:])
         await asyncio.wrap_future(ledger.put_round(round_))
         request: Any = type("Asked", (), {"request_id": f"chatcmpl-{number}-{index}-0"})
         sessions.recorded(request, round_)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from configs.schema import Config
 from learner.placement.memory import ModelShape
 from learner.run import prepare_engine
 from learner.startup.model_defaults import RATES, with_model_defaults
+from tests.support.run_parts import ROOT
 
 SMOLLM2 = ModelShape(
     parameters=134_515_008, outside_layers=28_312_128, largest_layer=3_540_096, layers=30, hidden=576, intermediate=1536,
@@ -112,6 +116,26 @@ def test_engines_compute_with_as_many_threads_as_the_run_says(monkeypatch: pytes
     prepare_engine(Config())
     prepare_engine(Config(rollout={"threads": 3}))
     assert started == ["1", "3"]
+
+
+READS = """
+import os, pathlib, sys
+from configs.load import load_config
+from learner.run import checked_config
+checked_config(load_config(pathlib.Path(sys.argv[1]), ["run.dir=" + sys.argv[2]]), resume="")
+print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("said", ["", "active"])
+def test_threads_that_wait_for_each_other_leave_their_cores_to_the_rest(tmp_path: Path, said: str) -> None:
+    """The variable counts if it is there when torch is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": said} if said else {}
+    words = [sys.executable, "-c", READS, str(ROOT / "configs" / "demo.yaml"), str(tmp_path)]
+    told = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.split()[-2:] == [said or "passive", "False"]
 
 
 @pytest.mark.parametrize(

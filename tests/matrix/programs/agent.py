@@ -97,6 +97,7 @@ class Episode:
         """Write down what it was given."""
         known = {key: value for key, value in os.environ.items() if not key.startswith("LC_")}
         notes = {"task": self.task, "variables": known, "pid": os.getpid(), "answers": self.answers, "fate": self.fate}
+        notes["preloaded"] = "colorsys" in sys.modules
         path = os.path.join(os.environ["MATRIX_NOTES"], f"{self.name}.json")
         with open(path, "w") as sink:
             json.dump(notes, sink)

@@ -21,6 +21,7 @@ def rows() -> list[Row]:
         Row("agents.processes", "0", "program", _processes(lambda found: len(found) >= 16)),
         Row("agents.processes", "2", "judged", _processes(lambda found: len(found) == 2)),
         Row("agents.processes", "2 loop workers", "loops", _workers),
+        Row("agents.preload", "", "crashes", _preloaded),
         Row("agents.concurrency", "integer", "program", _at_most_running(3)),
         Row("agents.concurrency", "auto", "auto-small", _follows_a_small_cache),
         Row("agents.concurrency", "auto", "auto-large", _grows_into_a_large_cache),
@@ -106,6 +107,13 @@ def _processes(holds: Any) -> Effect:
         return expect(holds(found), f"{len(found)} processes played {len(notes(ended))} episodes")
 
     return effect
+
+
+def _preloaded(ended: Ended) -> str:
+    """Each has the module, and a process of its own."""
+    found = notes(ended)
+    pids = {one["pid"] for one in found if one["preloaded"]}
+    return expect(len(pids) == len(found), f"{len(pids)} of {len(found)} processes had the module when they started")
 
 
 def _workers(ended: Ended) -> str:

@@ -127,7 +127,13 @@ def _each() -> list[Run]:
         ),
         Run(
             name="crashes",
-            settings={**EACH, "data.scorer": LETTERS, "agents.fewest_members": 3, "agents.max_attempts": 2},
+            settings={
+                **EACH,
+                "data.scorer": LETTERS,
+                "agents.fewest_members": 3,
+                "agents.max_attempts": 2,
+                "agents.preload": ["colorsys"],
+            },
             files=fates("crash"),
             environment=notes,
         ),

@@ -1,9 +1,9 @@
-"""Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch and vLLM.
+"""Whole runs, vLLM's servers and Python's fork servers without their imports: each is a fork of one process that has them.
 
-`start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that
-process for the whole test session, whose workers share it: `python -m tests.support.processes.warm_runs NAME`. It forks a run for
-each connection and tells how the run ended. What a run inherits is what a new process would have: its folder, environment,
-streams and process group, and in `/proc` its own mark.
+`start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`, `fork_here` for
+`tests.conftest`. The first one starts that process for the whole test session, whose workers share it:
+`python -m tests.support.processes.warm_runs NAME`. It forks a run for each connection and tells how the run ended. What a run
+inherits is what a new process would have: its folder, environment, streams and process group, and in `/proc` its own mark.
 Invariants: it has no threads while it forks; it ends when no worker is left. It judges nothing.
 """
 
@@ -24,6 +24,9 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +41,7 @@ _held: list[socket.socket] = []
 
 
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
+FORK_SERVER = "multiprocessing.forkserver"
 
 
 class ForkedProgram:
@@ -92,28 +96,48 @@ class ForkedRun(ForkedProgram):
 def start(arguments: list[str], *, folder: Path, environment: Mapping[str, str]) -> ForkedRun:
     """`python -m learner.run` with these arguments. `MARK` is in its environment."""
     reading, writing = os.pipe()
-    connection, pid = _forked("learner.run", arguments, folder=folder, environment=environment, sink=writing)
+    connection, pid = _forked("learner.run", arguments, folder=folder, environment=environment, files=[writing])
     os.close(writing)
     return ForkedRun(connection, pid=pid, stdout=os.fdopen(reading, encoding="utf-8"))
 
 
 def start_vllm(arguments: list[str], *, folder: Path, environment: Mapping[str, str], sink: IO[bytes]) -> ForkedProgram:
     """vLLM's server with these arguments, which it reads itself; its engine is forked too. `sink`: a file for what it prints."""
-    connection, pid = _forked(VLLM_SERVER, arguments, folder=folder, environment=environment, sink=sink.fileno())
+    connection, pid = _forked(VLLM_SERVER, arguments, folder=folder, environment=environment, files=[sink.fileno()])
     return ForkedProgram(connection, pid=pid)
 
 
+def fork_here() -> None:
+    """Python's fork server of this process is a fork of the warm one from its first use on, and ends with this process."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+    def start() -> None:
+        server._forkserver_address = arbitrary_address("AF_UNIX")
+        server.ensure_running = lambda: None  # it asks the system for a child of this process
+        alive, server._forkserver_alive_fd = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(server._forkserver_address)
+            os.chmod(server._forkserver_address, 0o600)
+            listener.listen()
+            files = [2, listener.fileno(), alive]
+            _held.append(_forked(FORK_SERVER, [], folder=ROOT, environment=os.environ, files=files)[0])
+            atexit.register(_held[-1].close)
+        os.close(alive)
+
+    server.ensure_running = start
+
+
 def _forked(
-    program: str, arguments: list[str], *, folder: Path, environment: Mapping[str, str], sink: int
+    program: str, arguments: list[str], *, folder: Path, environment: Mapping[str, str], files: list[int]
 ) -> tuple[socket.socket, int]:
-    """The connection that tells how it ended, and its process id."""
+    """The connection that tells how it ended, and its process id. `files`: where it prints, and more that it is given."""
     _hold()
     connection = _connect()
     request = {
         "program": program, "arguments": arguments, "folder": str(folder), "environment": dict(environment),
     }  # fmt: skip
     connection.sendall(b"run\n")
-    socket.send_fds(connection, [b"."], [sink])
+    socket.send_fds(connection, [b"."], files)
     connection.sendall(json.dumps(request).encode() + b"\n")
     answer = connection.recv(NUMBER.size)
     assert len(answer) == NUMBER.size, "the process that runs are forked of has died"
@@ -202,6 +226,7 @@ def _import_all() -> None:
     from tests.matrix.start import import_everything
 
     import_everything()
+    import_module("tests.support.processes.forked_programs")
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -221,10 +246,11 @@ def _line(connection: socket.socket) -> bytes:
 
 def _fork(connection: socket.socket, awaited: selectors.BaseSelector) -> int:
     """In the child this does not return."""
-    _, (output,), *_ = socket.recv_fds(connection, 1, 1)
+    _, (output, *more), *_ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile("rb").readline())
     if pid := os.fork():
-        os.close(output)
+        for each in (output, *more):
+            os.close(each)
         with suppress(OSError):  # it does so itself as well: whichever is first
             os.setpgid(pid, pid)
         connection.sendall(NUMBER.pack(pid))
@@ -240,7 +266,7 @@ def _fork(connection: socket.socket, awaited: selectors.BaseSelector) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        code = _run(request)
+        code = _run(request, more)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:  # all that it may be: the child ends here
@@ -249,7 +275,7 @@ def _fork(connection: socket.socket, awaited: selectors.BaseSelector) -> int:
         leave(code)
 
 
-def _run(request: dict[str, Any]) -> int:
+def _run(request: dict[str, Any], files: list[int]) -> int:
     import random
 
     import setproctitle
@@ -263,6 +289,8 @@ def _run(request: dict[str, Any]) -> int:
     random.seed()
     if request["program"] == VLLM_SERVER:
         return _serve_vllm(request["arguments"])
+    if request["program"] == FORK_SERVER:
+        forkserver.main(*files, [])
     from learner.run import main
 
     code: int = main(request["arguments"])
