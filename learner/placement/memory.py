@@ -112,8 +112,8 @@ MASTER = 4
 """Bytes of a float32 number: the learner's weights, gradients and moments, whatever its passes compute in."""
 LOGITS_AT_ONCE = 2**26
 """Logits in one part of a pack, as `learner.model.policy` has it."""
-LOGIT_COPIES = 5
-"""float32 arrays of that size that live at once: logits, scaled logits, their log-softmax, and gradients of two of these."""
+LOGIT_COPIES = 2
+"""float32 arrays of that size that live at once: logits and their gradient."""
 GATHERED = 6
 """Gathered keys for each token of `learner.token_budget`, at most, as `learner.training.tree_packing` has it."""
 CUDA_BYTES = 2**30

@@ -20,7 +20,7 @@ PACK = Sequences(list(ROWS.int().numpy()), masks=list(MASK.numpy().astype(np.uin
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropy_are_those_of_the_plain_model(temperature: float) -> None:
     with torch.no_grad():
-        outputs = Policy(random_lm(), value_head=False)(PACK, temperature=temperature, entropy=True)
+        outputs = Policy(random_lm(), value_head=False)(PACK, temperature=temperature)
         full = (random_lm()(ROWS).logits[:, :-1] / temperature).log_softmax(-1)
     expected = full.gather(-1, ROWS[:, 1:, None]).squeeze(-1)[MASK[:, 1:]]
     torch.testing.assert_close(outputs.logprobs, expected, atol=2e-6, rtol=0)
@@ -65,7 +65,7 @@ def test_logits_of_few_tokens_exist_at_once_and_the_numbers_stay(
         policy = Policy(random_lm(), value_head=True).double()  # in float32 the order of a sum shows, on some machines
         seen: list[int] = []
         policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[2].shape[-2]))
-        outputs = policy(PACK, temperature=0.7, entropy=entropy)
+        outputs = policy(PACK, temperature=0.7)
         (outputs.logprobs.sum() + (outputs.entropy.square().sum() if entropy else 0.0)).backward()
         gradients = [weight.grad for weight in policy.lm.parameters()]
         results.append((outputs, gradients, max(seen)))
