@@ -25,6 +25,7 @@ from learner.model.expert_routing import Routing
 from learner.model.file_names import FileNames
 from learner.model.layers import experts_per_token, layers_of
 from learner.model.packed_attention import PACKED, MicroBatch
+from learner.model.products import use_onednn
 
 LOGITS_AT_ONCE = 2**26
 """256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB twice."""
@@ -67,6 +68,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         text = {id(weight) for part in (lm.get_decoder(), head) for weight in part.parameters()}
         for weight in lm.parameters():  # a vision tower's: it stays as it is
             weight.requires_grad_(id(weight) in text)
+        use_onednn(lm)
         head.forward = partial(float32_logits, head)
         self.routing = Routing(lm, layers=layers_of(lm.get_decoder()))
         self.value_head: Any = None

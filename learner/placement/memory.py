@@ -201,9 +201,11 @@ def of_rank(
         _passing(f"activations of {tokens} tokens", kept),
         *([_passing("keys and values of shared prefixes, at most", shared)] if learner.prefix_tree else []),
         _passing("logits, or later one layer's backward pass", max(logits, one)),
-        _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
     ]
-    end = [_passing("gradients of what is outside of the layers", gathered_at_end(shape, learner, each=each))]
+    end = []
+    if ranks > 1 or dtype != "float32":  # else it is not sharded
+        backward.append(_passing("layers gathered for a pass", gathered(shape, learner, each=each)))
+        end.append(_passing("gradients of what is outside of the layers", gathered_at_end(shape, learner, each=each)))
     return [
         *items,
         *max(backward, end, key=total),

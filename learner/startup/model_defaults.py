@@ -6,6 +6,7 @@ as it is; a line says what was chosen, and why; the same model on the same machi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ LORA_RATIO = 10.0
 SFT_RATE = 2e-5
 TOO_LARGE = 20.0
 """A rate so many times the default's is warned of."""
-CPU_TOKEN_BUDGET = 1024
+CPU_TOKEN_BUDGET = 512
 """A CPU is as fast with micro-batches of this size as with larger ones, whose activations take gibibytes."""
 CACHE_SHARE = 0.05
 """Share of the machine's memory that the KV cache of a CPU takes at most, as a default."""
@@ -66,6 +67,8 @@ def choices(config: Config, *, shape: ModelShape, has_gpu: bool, memory_bytes: i
             found.append(Choice("learner.threads", max(1, cores // learner.ranks), "engines rest during an update"))
             if starts_engines and "OMP_NUM_THREADS" not in os.environ:
                 found.append(Choice("rollout.threads", max(1, cores // engines), "the learner waits for them"))
+            if starts_engines:
+                found.append(Choice("rollout.sleep", True, "the KV cache is empty during an update"))
     if not has_gpu and starts_engines:
         episodes = config.agents.concurrency if isinstance(config.agents.concurrency, int) else 64
         each = shape.cache_bytes(tensor_parallel=1, bytes_each=4 if config.model.dtype == "float32" else 2)
@@ -92,7 +95,7 @@ def with_model_defaults(
                 )
             continue
         config = config.model_copy(update={section: own.model_copy(update={name: choice.value})})
-        chosen.append(f"{choice.key}={choice.value:g} ({choice.why})")
+        chosen.append(f"{choice.key}={json.dumps(choice.value)} ({choice.why})")
     if chosen:
         say("chosen by the model, as nothing is set: " + ", ".join(chosen))
     return config

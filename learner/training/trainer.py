@@ -9,6 +9,7 @@ batches or know of the engine.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from buffers.records import Row, TrainBatch
+from configs.child_processes import give_memory_back
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
@@ -256,6 +258,7 @@ class Trainer:
         self._own.steps += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
+        give_memory_back()
         lags = (version - table.versions)[~table.stored].float()
         return metrics | {
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
@@ -522,6 +525,7 @@ class Trainer:
             trial = load_policy(folder, device=self._device, prepare=self._shard_plainly, **self._trust)
             self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree, longest_row=self._longest_row)
             del trial
+            gc.collect()  # it is in cycles
             if self._layouts[folder].packs and self._dtype != torch.float32:
                 check_kernel(AutoConfig.from_pretrained(folder, **self._trust), device=self._device, dtype=self._dtype)
         policy = load_policy(folder, value_head=value_head, device=self._device, prepare=prepare, **self._trust)

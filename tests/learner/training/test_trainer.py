@@ -557,6 +557,26 @@ def test_few_logits_at_once_give_the_same_weights(
     assert_same_weights(*weights)
 
 
+@pytest.mark.parametrize("knobs", [{}, {"minibatches": 2}, {"loss": "kl_cov", "token_budget": 40}])
+def test_rows_without_a_gradient_have_no_backward_pass_and_no_number_changes(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
+) -> None:
+    batch = walks(num_groups=3, group_size=3)
+    batch = replace(batch, rows=[replace(row, score=row.score if row.group_id else 1.0) for row in batch.rows])
+    results = []
+    for spares in (True, False):
+        if not spares:
+            monkeypatch.setattr(Trainer, "_moving", lambda self, rows, goals: list(rows))
+        learner = trainer(lr=1e-3, lr_warmup_steps=0, **{"advantage": "grpo", "critic": "none", "minibatches": 1} | knobs)
+        metrics = [learner.train_step(batch, version=version) for version in range(2)][0]
+        results.append((published(learner), metrics))
+    (weights, found), (expected, plain) = results
+    assert found["learner/backward_share"] < 0.9 < plain["learner/backward_share"] == 1.0
+    assert_same_weights(weights, expected)
+    for name in found.keys() - {"learner/backward_share", "learner/mfu", "time/prepare_s", "time/train_s"}:
+        assert found[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5), name
+
+
 def test_learning_rate_warms_up_over_its_steps(trainer: MakeTrainer) -> None:
     learner = trainer(lr=1e-4, lr_warmup_steps=3)
     rates = [learner.train_step(_bandit(), version=0)["learner/lr"] for _ in range(5)]
