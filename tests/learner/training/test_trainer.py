@@ -557,7 +557,7 @@ def test_few_logits_at_once_give_the_same_weights(
     assert_same_weights(*weights)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"minibatches": 2}, {"loss": "kl_cov", "token_budget": 40}])
+@pytest.mark.parametrize("knobs", [{}, {"minibatches": 2}, {"loss": "clip_cov", "token_budget": 40}])
 def test_rows_without_a_gradient_have_no_backward_pass_and_no_number_changes(
     trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
 ) -> None:
