@@ -160,8 +160,7 @@ def clone_shards(
 ) -> Shards:
     """A copy of this rank's shards of what is trained, on their own device if no other is named."""
     return [
-        local(parameter).to(device=device or parameter.device, dtype=dtype, copy=True)
-        for parameter in trained(module)
+        local(parameter).to(device=device or parameter.device, dtype=dtype, copy=True) for parameter in trained(module)
     ]
 
 

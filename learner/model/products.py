@@ -30,7 +30,13 @@ def linear(layer: nn.Linear, states: Tensor) -> Tensor:
     """[..., in] -> [..., out], as the layer's own forward."""
     weight = layer.weight
     is_float32 = states.dtype == weight.dtype == torch.float32
-    if not (_HAS_ONEDNN and is_float32 and states.device.type == "cpu" and states.numel() and weight.numel() >= LEAST_WEIGHTS):
+    if not (
+        _HAS_ONEDNN
+        and is_float32
+        and states.device.type == "cpu"
+        and states.numel()
+        and weight.numel() >= LEAST_WEIGHTS
+    ):
         return nn.Linear.forward(layer, states)
     found: Tensor = _Product.apply(states.flatten(0, -2), weight).unflatten(0, states.shape[:-1])
     return found if layer.bias is None else found + layer.bias
