@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LEAST_WEIGHTS = 2**17
+LEAST_WEIGHTS = 2**16
 """A matrix of fewer gains nothing."""
 _HAS_ONEDNN = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from configs.child_processes import give_memory_back
+
 NAMED = 4
 """Parameters that a refusal names."""
 
@@ -45,6 +47,7 @@ class WorkerExtension:
             first = -(-storage.data_ptr() // PAGESIZE) * PAGESIZE
             size = (storage.data_ptr() + storage.nbytes() - first) // PAGESIZE * PAGESIZE
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, size)), MADV_DONTNEED)
+        give_memory_back()
 
     def watch_layers(self, prompt: list[int]) -> None:
         """Keep the state of this prompt's last token behind each layer, of passes from now on."""
