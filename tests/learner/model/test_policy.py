@@ -28,6 +28,22 @@ def test_logprobs_and_entropy_are_those_of_the_plain_model(temperature: float) -
     assert outputs.values is None
 
 
+@pytest.mark.parametrize("cached", [1, 2**18])
+def test_gradients_of_logprobs_and_entropy_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    monkeypatch.setattr(policy_module, "LOGITS_IN_CACHE", cached)
+    torch.manual_seed(0)
+    given, tokens, gains = torch.randn(7, 50).double(), torch.randint(0, 50, (7,)), torch.randn(2, 7).double()
+    logits = given.clone().requires_grad_()
+    logprobs, entropy, energy = policy_module._OfLogits.apply(logits, tokens, 0.7)
+    (gains[0] * logprobs + gains[1] * entropy).sum().backward()
+    plain = given.clone().requires_grad_()
+    logs = (plain / 0.7).log_softmax(-1)
+    own = logs.gather(-1, tokens[:, None])[:, 0]
+    (gains[0] * own - gains[1] * (logs.exp() * logs).sum(-1)).sum().backward()
+    torch.testing.assert_close(logits.grad, plain.grad)
+    torch.testing.assert_close(energy, (1.0 - 2.0 * own.exp() + logs.exp().square().sum(-1)).detach())
+
+
 def test_fresh_value_head_predicts_zero_from_the_state_before_the_token() -> None:
     policy = Policy(random_lm(), value_head=True)
     assert policy(PACK, temperature=None).values.tolist() == [0.0] * int(MASK.sum())

@@ -628,28 +628,6 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -
     assert float((once.bfloat16() == start.bfloat16())[large].float().mean()) > 0.9  # in bfloat16 it would be lost
 
 
-@pytest.mark.parametrize("coef", [0.0, 0.01])
-def test_the_entropy_has_a_gradient_where_it_has_a_bonus(
-    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, coef: float
-) -> None:
-    learner = trainer(advantage="grpo", entropy_coef=coef)
-    seen: list[tuple[bool, bool]] = []
-    forward = learner._forward
-
-    def watched(micro: Any, **asked: bool) -> Any:
-        outputs = forward(micro, **asked)
-        if torch.is_grad_enabled():
-            entropy = outputs.entropy
-            seen.append((entropy is not None, entropy is not None and entropy.requires_grad))
-        return outputs
-
-    monkeypatch.setattr(learner, "_forward", watched)
-    learner.train_step(walks(), version=0)
-    first, *others = seen
-    assert first == (True, coef > 0.0)  # it tells the entropy before the step
-    assert others and set(others) == {(coef > 0.0, coef > 0.0)}
-
-
 def test_a_rank_computes_with_as_many_threads_as_it_is_told(trainer: MakeTrainer) -> None:
     before = torch.get_num_threads()
     try:
