@@ -166,8 +166,8 @@ def clone_shards(
 
 def load_shards(module: nn.Module, *, shards: Shards) -> None:
     """Writes shards that `clone_shards` took from a module of the same architecture."""
-    for parameter, local in zip(trained(module), shards, strict=True):
-        local(parameter).copy_(local)
+    for parameter, shard_of_it in zip(trained(module), shards, strict=True):
+        local(parameter).copy_(shard_of_it)
 
 
 @contextmanager
