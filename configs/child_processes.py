@@ -5,6 +5,7 @@ taking Python apart. How our own processes are started stands in `configs.fork_s
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import os
 import shutil
@@ -16,6 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
+
+
+def give_memory_back() -> None:
+    """Has glibc give the system what was freed, of which it keeps gibibytes otherwise."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
 
 # A folder for temporary files that goes with this process: whatever it and all that it starts leave there, however they end.
 # Entered by `learner.run` and `learner.evaluate`. Invariants: it is TMPDIR of this process and of those that it starts, and no

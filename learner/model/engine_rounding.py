@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.model.packed_attention import HALF
+from learner.model.products import linear
 
 PRE_NORM_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 """Layers of transformers that are: norm, attention, sum, norm, feed-forward, sum. Others keep transformers' rounding."""
@@ -84,7 +85,7 @@ def float32_logits(head: nn.Module, states: Tensor) -> Tensor:
     engine's are (vLLM's `head_dtype`). A head of another kind gives what it gives."""
     plain = type(head) is nn.Linear and head.bias is None and head.weight.dtype in HALF
     if not plain:
-        logits: Tensor = type(head).forward(head, states)
+        logits: Tensor = linear(head, states) if type(head) is nn.Linear else type(head).forward(head, states)
         return logits.float()
     wide: Tensor = _WideProduct.apply(states.flatten(0, -2), head.weight)
     return wide.unflatten(0, states.shape[:-1])

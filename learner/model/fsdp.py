@@ -85,7 +85,10 @@ def leave() -> None:
 def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shards each layer and then the rest, on the mesh's devices. Passes compute in `dtype`; master weights and gradients stay
     float32. Each backward pass divides its gradients over the ranks at once: kept whole until the last micro-batch of an update,
-    they would be as large as the model on each rank."""
+    they would be as large as the model on each rank. One rank in float32 has nothing to divide or cast: it stays a plain module,
+    as FSDP's copies of each layer would cost it a sixth of its memory and time."""
+    if mesh.size() == 1 and dtype == torch.float32:
+        return
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
@@ -157,22 +160,21 @@ def clone_shards(
 ) -> Shards:
     """A copy of this rank's shards of what is trained, on their own device if no other is named."""
     return [
-        parameter.detach().to_local().to(device=device or parameter.device, dtype=dtype, copy=True)
-        for parameter in trained(module)
+        local(parameter).to(device=device or parameter.device, dtype=dtype, copy=True) for parameter in trained(module)
     ]
 
 
 def load_shards(module: nn.Module, *, shards: Shards) -> None:
     """Writes shards that `clone_shards` took from a module of the same architecture."""
-    for parameter, local in zip(trained(module), shards, strict=True):
-        parameter.detach().to_local().copy_(local)
+    for parameter, shard_of_it in zip(trained(module), shards, strict=True):
+        local(parameter).copy_(shard_of_it)
 
 
 @contextmanager
 def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
     """Runs the block with other weights, then puts the present ones back, which are meanwhile where the others are kept. Where
     the others are as the present ones are, a parameter at a time is in memory once more, and else all of them."""
-    own = [parameter.detach().to_local() for parameter in trained(module)]
+    own = [local(parameter) for parameter in trained(module)]
     alike = all(one.dtype == other.dtype and one.device == other.device for one, other in zip(own, shards, strict=True))
     present = [] if alike else clone_shards(module, device=shards[0].device)
     if alike:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.model_folder import EXPERTS_PER_TOKEN
+from learner.model.products import product
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -84,10 +85,11 @@ def matmul_rate(*, device: str, dtype: str) -> float:
     torch.set_num_threads(1)
     try:
         a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+        multiply = product if a.dtype == torch.float32 and not a.is_cuda else torch.matmul
         seconds = []
         for _ in range(REPEATS + 2):
             began = time.perf_counter()
-            a @ b
+            multiply(a, b)
             if a.is_cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)

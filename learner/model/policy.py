@@ -9,13 +9,13 @@ of sharding, losses or batches.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -25,9 +25,12 @@ from learner.model.expert_routing import Routing
 from learner.model.file_names import FileNames
 from learner.model.layers import experts_per_token, layers_of
 from learner.model.packed_attention import PACKED, MicroBatch
+from learner.model.products import use_onednn
 
 LOGITS_AT_ONCE = 2**26
-"""256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""
+"""256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB twice."""
+LOGITS_IN_CACHE = 2**18
+"""1 MiB."""
 
 
 class TokenOutputs(NamedTuple):
@@ -65,6 +68,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         text = {id(weight) for part in (lm.get_decoder(), head) for weight in part.parameters()}
         for weight in lm.parameters():  # a vision tower's: it stays as it is
             weight.requires_grad_(id(weight) in text)
+        use_onednn(lm)
         head.forward = partial(float32_logits, head)
         self.routing = Routing(lm, layers=layers_of(lm.get_decoder()))
         self.value_head: Any = None
@@ -103,14 +107,11 @@ class Policy(nn.Module):  # type: ignore[misc]
         micro: MicroBatch,
         *,
         temperature: float | None,
-        entropy: bool = False,
-        bonus: bool = False,
-        energy: bool = False,
         likeliest: int = 0,
         ids: Tensor | None = None,
     ) -> TokenOutputs:
-        """`temperature` None: no log-probabilities, a critic of its own. `bonus`: the entropy has a gradient. `likeliest`: how many
-        tokens have choices, or `ids` [m, k] which.
+        """`temperature` None: no log-probabilities, a critic of its own. `likeliest`: how many tokens have choices, or `ids` [m, k]
+        which.
 
         A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
         rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
@@ -124,15 +125,14 @@ class Policy(nn.Module):  # type: ignore[misc]
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, _of_rows(values, micro))
-        asked: dict[str, Any] = {"entropy": entropy, "bonus": bonus, "energy": energy, "likeliest": likeliest}
-        compute = partial(self._chunk, kind=kind, temperature=temperature, **asked)
+        compute = partial(self._chunk, kind=kind, temperature=temperature, likeliest=likeliest)
         if ids is None:
             outputs = [_of_rows(output, micro) for output in self._in_chunks(compute, chosen, micro.tokens)]
         else:  # what rows share has other choices in each
             outputs = [*self._in_chunks(compute, _of_rows(chosen, micro), _of_rows(micro.tokens, micro), ids)]
         balance = self.routing.balance(num_chosen=experts_per_token(self.lm.config.get_text_config()) or 0)
-        logprobs, entropies, *others = outputs
-        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), others[0], balance, *others[1:])
+        logprobs, entropy, energy, *others = outputs
+        return TokenOutputs(logprobs, entropy, _of_rows(values, micro), energy, balance, *others)
 
     def _states(self, micro: MicroBatch) -> tuple[Any, Tensor]:
         """The class of the body's answers, and the last states of all places, [places, hidden]."""
@@ -189,21 +189,16 @@ class Policy(nn.Module):  # type: ignore[misc]
         *,
         kind: Any,
         temperature: float,
-        entropy: bool,
-        bonus: bool,
-        energy: bool,
         likeliest: int,
     ) -> tuple[Tensor | None, ...]:
-        logits = self._logits_of(states, kind=kind) / temperature
-        logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
-        squared_norm = 1.0 - 2.0 * logprobs.exp() + logits.softmax(-1).square().sum(-1) if energy else None
-        entropies = _entropy(logits if bonus else logits.detach()) if entropy else None
+        logits = self._logits_of(states, kind=kind)
+        found = _OfLogits.apply(logits, tokens, temperature)
         choices = None
         if likeliest and ids is None:
             ids = logits.topk(min(likeliest, logits.shape[-1])).indices
         if ids is not None:
-            choices = logits.log_softmax(-1).gather(-1, ids)
-        return logprobs, entropies, squared_norm, ids, choices
+            choices = (logits / temperature).log_softmax(-1).gather(-1, ids)
+        return *found, ids, choices
 
     def _logits_of(self, states: Tensor, *, kind: Any) -> Tensor:
         """[m, hidden] -> [m, V] by the model's own forward, in which its body answers with these states: scales, caps and biases of
@@ -213,7 +208,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         body.forward = lambda *given, **options: answer
         try:
             one = torch.zeros(1, 1, dtype=torch.long, device=states.device)
-            return self.lm(input_ids=one, use_cache=False).logits[0].float()
+            return self.lm(input_ids=one, use_cache=False).logits.squeeze(0).float()
         finally:
             del body.forward
 
@@ -283,7 +278,38 @@ def _of_rows(predicted: Tensor | None, micro: MicroBatch) -> Tensor | None:
     return predicted if predicted is None or micro.shared is None else predicted[micro.shared]
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    """[m, V] -> [m], in nats."""
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
+class _OfLogits(torch.autograd.Function):  # type: ignore[misc]
+    """[m, V] logits, [m] tokens, a temperature -> [m] log-probabilities, entropies in nats, and energies, which have no gradient.
+
+    As many rows at a time as a cache holds: no array but the logits and their gradient is as large as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        figures = []
+        for logs, chosen in _few_rows(logits, tokens, temperature=temperature):
+            own, weights = logs.gather(-1, chosen[:, None])[:, 0], logs.exp()
+            energy = 1.0 - 2.0 * own.exp() + weights.square().sum(-1)
+            figures.append((own, -logs.mul_(weights).sum(-1), energy))
+        logprobs, entropy, energy = (torch.cat(column) for column in zip(*figures))
+        ctx.save_for_backward(logits, tokens, entropy)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(energy)
+        return logprobs, entropy, energy
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor, of_entropy: Tensor, of_energy: Tensor) -> tuple[Tensor, None, None]:
+        logits, *known = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        rows = _few_rows(logits, *known, of_logprobs, of_entropy, found, temperature=ctx.temperature)
+        for logs, tokens, mean, gain, bonus, result in rows:
+            slope = gain[:, None] + bonus[:, None] * (logs + mean[:, None]) if bonus.any() else gain[:, None]
+            torch.mul(logs.exp_(), slope / -ctx.temperature, out=result)
+            result.scatter_add_(-1, tokens[:, None], gain[:, None] / ctx.temperature)
+        return found, None, None
+
+
+def _few_rows(logits: Tensor, *others: Tensor, temperature: float) -> Iterator[tuple[Tensor, ...]]:
+    """Log-probabilities of the vocabulary and the others, some rows at a time."""
+    size = max(1, (LOGITS_IN_CACHE if logits.device.type == "cpu" else LOGITS_AT_ONCE) // logits.shape[-1])
+    for few, *each in zip(*(one.split(size) for one in (logits, *others))):
+        yield (few if temperature == 1.0 else few / temperature).log_softmax(-1), *each

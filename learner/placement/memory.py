@@ -112,8 +112,8 @@ MASTER = 4
 """Bytes of a float32 number: the learner's weights, gradients and moments, whatever its passes compute in."""
 LOGITS_AT_ONCE = 2**26
 """Logits in one part of a pack, as `learner.model.policy` has it."""
-LOGIT_COPIES = 5
-"""float32 arrays of that size that live at once: logits, scaled logits, their log-softmax, and gradients of two of these."""
+LOGIT_COPIES = 2
+"""float32 arrays of that size that live at once: logits and their gradient."""
 GATHERED = 6
 """Gathered keys for each token of `learner.token_budget`, at most, as `learner.training.tree_packing` has it."""
 CUDA_BYTES = 2**30
@@ -201,9 +201,11 @@ def of_rank(
         _passing(f"activations of {tokens} tokens", kept),
         *([_passing("keys and values of shared prefixes, at most", shared)] if learner.prefix_tree else []),
         _passing("logits, or later one layer's backward pass", max(logits, one)),
-        _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
     ]
-    end = [_passing("gradients of what is outside of the layers", gathered_at_end(shape, learner, each=each))]
+    end = []
+    if ranks > 1 or dtype != "float32":  # else it is not sharded
+        backward.append(_passing("layers gathered for a pass", gathered(shape, learner, each=each)))
+        end.append(_passing("gradients of what is outside of the layers", gathered_at_end(shape, learner, each=each)))
     return [
         *items,
         *max(backward, end, key=total),

@@ -12,6 +12,7 @@ from typing import Any
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
 from buffers.tasks.parquet import unread_columns
+from configs.child_processes import give_memory_back
 from configs.model_folder import has_chat_template, quantization, weight_files
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
@@ -118,6 +119,7 @@ def plain_folder(source: Path, *, to: Path, dtype: str, say: Callable[[str], Non
         shutil.rmtree(to, ignore_errors=True)
         make(source, partial, dtype)
         partial.rename(to)
+        give_memory_back()
     say(f"engine and learner read {to}: {source} {why}")
     return to
 

@@ -9,6 +9,7 @@ batches or know of the engine.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from buffers.records import Row, TrainBatch
+from configs.child_processes import give_memory_back
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
@@ -256,6 +258,7 @@ class Trainer:
         self._own.steps += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
+        give_memory_back()
         lags = (version - table.versions)[~table.stored].float()
         return metrics | {
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
@@ -334,7 +337,8 @@ class Trainer:
         entropy = float((shares * before.entropy).sum())
         metrics["policy/entropy"] = entropy
         metrics |= self._of_stored(table, targets=plan.targets)
-        metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
+        flops = self._useful_flops(table.sequences) * (1.0 + 2.0 * metrics["learner/backward_share"]) / 3.0
+        metrics["learner/mfu"] = flops / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._own.kl.value
             self._own.kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
@@ -521,6 +525,7 @@ class Trainer:
             trial = load_policy(folder, device=self._device, prepare=self._shard_plainly, **self._trust)
             self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree, longest_row=self._longest_row)
             del trial
+            gc.collect()  # it is in cycles
             if self._layouts[folder].packs and self._dtype != torch.float32:
                 check_kernel(AutoConfig.from_pretrained(folder, **self._trust), device=self._device, dtype=self._dtype)
         policy = load_policy(folder, value_head=value_head, device=self._device, prepare=prepare, **self._trust)
@@ -597,7 +602,7 @@ class Trainer:
         where the estimator needs none."""
 
         def compute(micro: MicroBatch) -> tuple[Tensor | None, ...]:
-            outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
+            outputs = self._forward(micro)
             values = self._values(micro, shared=outputs.values) if critic else None
             return outputs.logprobs, outputs.entropy, values, outputs.energy
 
@@ -829,11 +834,19 @@ class Trainer:
         unknown: Tensor | None,
     ) -> None:
         """`unknown` [2, M]: takes log-probabilities and entropies of the rows, which are those before the step; None: known."""
-        for piles in self._plan(sequences, rows=rows):
+        moving = self._moving(rows, goals=goals)
+        others = sorted(set(rows) - set(moving))
+        plans = [(True, self._plan(sequences, rows=moving))]
+        plans += [(False, self._plan(sequences, rows=others))] if others else []
+        for learns, piles in ((learns, piles) for learns, plan in plans for piles in plan):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            loss = self._loss(micro, goals=goals, unknown=unknown)
-            (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
+            with torch.set_grad_enabled(learns):
+                loss = self._loss(micro, goals=goals, unknown=unknown)
+            if learns:
+                (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)
+        share = sequences.lengths[moving].sum() / sequences.lengths[rows].sum() / self._world_size
+        step_metrics.add(means={"learner/backward_share": torch.tensor(float(share), device=self._device)}, maxima={})
         clip = self._config.grad_clip
         own_clip = clip * goals.scale if self._estimator.in_scores else clip
         norm = self._step(self._policy, optimizer=self._own.optimizer, clip=own_clip)
@@ -842,6 +855,17 @@ class Trainer:
             # behind a head that grows with the scores, so does the gradient of what it sits on
             critic_norm = self._step(self._critic, optimizer=self._critic_optimizer, clip=clip * goals.scale)
         step_metrics.end_update(norm, critic=critic_norm)
+
+    def _moving(self, rows: Sequence[int], *, goals: Goals) -> list[int]:
+        """The rows that have a gradient, as those of a group with equal scores have none; all of them where something else than
+        advantages may give one, and where none has: moments move weights too."""
+        targets = goals.targets
+        has_more = goals.entropy_coef > 0.0 or self._estimator.needs_critic or self._config.router_aux_coef > 0.0
+        if has_more or targets.guides or goals.echo is not None:
+            return list(rows)
+        moves = (targets.weights != 0.0) & ((targets.advantages != 0.0) | targets.picked)
+        moving = set(targets.sequences[moves].tolist())
+        return [row for row in rows if row in moving] or list(rows)
 
     def _step(self, policy: Policy, *, optimizer: torch.optim.Optimizer, clip: float) -> float:
         head = () if policy.value_head is None else tuple(policy.value_head.parameters())
@@ -855,8 +879,6 @@ class Trainer:
         targets = goals.targets.take(index := places[sampled])
         everything = self._forward(
             micro,
-            entropy=has_bonus or unknown is not None,
-            bonus=has_bonus,
             ids=next((guide.ids[places] for guide in goals.targets.guides.values() if guide.ids is not None), None),
         )
         outputs = everything.of(sampled)

@@ -424,14 +424,11 @@ class VLLMEngine(EngineBase):
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
-        elsewhere the prefix cache. An engine that dies meanwhile has none left."""
+        elsewhere the KV cache, and running requests compute theirs anew. An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
             with self._silence.long_work():
-                await self._while_alive(
-                    llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache()
-                )
-            if self._may_sleep:
-                self._stats.cleared(under_way=len(llm.output_processor.request_states))
+                await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else _free_cache(llm))
+            self._stats.cleared(under_way=len(llm.output_processor.request_states))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
@@ -508,6 +505,12 @@ async def _freeze(llm: Any) -> None:
     way arrive first: they are labelled in the engine, so their order does not matter."""
     await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+
+async def _free_cache(llm: Any) -> None:
+    await _freeze(llm)
+    await llm.collective_rpc("free_cache")
+    await llm.resume_generation()
 
 
 def free_sampling(*, tokens: int, temperature: float) -> Any:

@@ -8,14 +8,19 @@ the server process only needs this module's name.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
+from mmap import MADV_DONTNEED, PAGESIZE
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from configs.child_processes import give_memory_back
 
 NAMED = 4
 """Parameters that a refusal names."""
@@ -33,6 +38,16 @@ class WorkerExtension:
         if self._published_way is None:
             self._published_way = _tried_way(self)  # on the worker: another engine in this process has another model
         self._published_way(self, folder)
+
+    def free_cache(self) -> None:
+        """Called on a CPU while no block of the KV cache is in use: its pages go back to the system, and come again as zeros."""
+        libc = ctypes.CDLL(None)
+        for cache in tree_leaves(self.model_runner.kv_caches):  # type: ignore[attr-defined]
+            storage = cache.untyped_storage()
+            first = -(-storage.data_ptr() // PAGESIZE) * PAGESIZE
+            size = (storage.data_ptr() + storage.nbytes() - first) // PAGESIZE * PAGESIZE
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, size)), MADV_DONTNEED)
+        give_memory_back()
 
     def watch_layers(self, prompt: list[int]) -> None:
         """Keep the state of this prompt's last token behind each layer, of passes from now on."""

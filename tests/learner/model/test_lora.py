@@ -47,7 +47,7 @@ def _logits(lm: Any) -> Tensor:
 
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: weight.full_tensor().clone() for name, weight in trainer._policy.named_parameters()}
+    return {name: fsdp.local(weight).clone() for name, weight in trainer._policy.named_parameters()}
 
 
 def test_only_the_adapter_and_the_value_head_are_trained(trainer: Trainer) -> None:

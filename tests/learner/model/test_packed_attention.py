@@ -65,7 +65,7 @@ def _outputs(policy: Policy, sequences: Sequences, *, piles: list[list[int]]) ->
     found = torch.zeros(3, sequences.num_trained)
     for pile in piles:
         micro = sequences.micro_batch(pile, device=torch.device("cpu"))
-        out = policy(micro, temperature=0.9, entropy=True)
+        out = policy(micro, temperature=0.9)
         stacked = torch.stack([out.logprobs, out.entropy, out.values])
         (stacked * weights[:, micro.index]).sum().backward()
         found[:, micro.index] = stacked.detach()

@@ -20,12 +20,28 @@ PACK = Sequences(list(ROWS.int().numpy()), masks=list(MASK.numpy().astype(np.uin
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropy_are_those_of_the_plain_model(temperature: float) -> None:
     with torch.no_grad():
-        outputs = Policy(random_lm(), value_head=False)(PACK, temperature=temperature, entropy=True)
+        outputs = Policy(random_lm(), value_head=False)(PACK, temperature=temperature)
         full = (random_lm()(ROWS).logits[:, :-1] / temperature).log_softmax(-1)
     expected = full.gather(-1, ROWS[:, 1:, None]).squeeze(-1)[MASK[:, 1:]]
     torch.testing.assert_close(outputs.logprobs, expected, atol=2e-6, rtol=0)
     torch.testing.assert_close(outputs.entropy, -(full.exp() * full).sum(-1)[MASK[:, 1:]], atol=1e-5, rtol=0)
     assert outputs.values is None
+
+
+@pytest.mark.parametrize("cached", [1, 2**18])
+def test_gradients_of_logprobs_and_entropy_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    monkeypatch.setattr(policy_module, "LOGITS_IN_CACHE", cached)
+    torch.manual_seed(0)
+    given, tokens, gains = torch.randn(7, 50).double(), torch.randint(0, 50, (7,)), torch.randn(2, 7).double()
+    logits = given.clone().requires_grad_()
+    logprobs, entropy, energy = policy_module._OfLogits.apply(logits, tokens, 0.7)
+    (gains[0] * logprobs + gains[1] * entropy).sum().backward()
+    plain = given.clone().requires_grad_()
+    logs = (plain / 0.7).log_softmax(-1)
+    own = logs.gather(-1, tokens[:, None])[:, 0]
+    (gains[0] * own - gains[1] * (logs.exp() * logs).sum(-1)).sum().backward()
+    torch.testing.assert_close(logits.grad, plain.grad)
+    torch.testing.assert_close(energy, (1.0 - 2.0 * own.exp() + logs.exp().square().sum(-1)).detach())
 
 
 def test_fresh_value_head_predicts_zero_from_the_state_before_the_token() -> None:
@@ -65,7 +81,7 @@ def test_logits_of_few_tokens_exist_at_once_and_the_numbers_stay(
         policy = Policy(random_lm(), value_head=True).double()  # in float32 the order of a sum shows, on some machines
         seen: list[int] = []
         policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[2].shape[-2]))
-        outputs = policy(PACK, temperature=0.7, entropy=entropy)
+        outputs = policy(PACK, temperature=0.7)
         (outputs.logprobs.sum() + (outputs.entropy.square().sum() if entropy else 0.0)).backward()
         gradients = [weight.grad for weight in policy.lm.parameters()]
         results.append((outputs, gradients, max(seen)))

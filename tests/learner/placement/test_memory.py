@@ -117,7 +117,7 @@ def test_what_an_update_takes_is_that_of_the_moment_which_takes_most(tokens: int
     else:
         kept, one = memory.activations(model, learner, tokens=tokens, each=2, states=2)
         assert sizes["activations of 16384 tokens"] == kept == 16384 * 36 * 4096 * 2
-        assert sizes[most] == max(one, 5 * 4 * 2**26)
+        assert sizes[most] == max(one, memory.LOGIT_COPIES * 4 * 2**26)
 
 
 def test_a_rank_of_many_holds_its_part() -> None:

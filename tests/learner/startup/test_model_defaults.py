@@ -43,6 +43,7 @@ def chosen(
 def test_a_pretrained_model_gets_a_rate_that_it_bears_and_a_line_says_so() -> None:
     config, (line,) = chosen({})
     assert (config.learner.lr, config.learner.minibatches, config.learner.token_budget) == (1e-5, 1, 1024)
+    assert chosen({"rollout": {"max_model_len": 256, "max_tokens": 64}})[0].learner.token_budget == 512
     assert "learner.lr=1e-05 (all weights of a pretrained model of 135 million weights)" in line
 
 

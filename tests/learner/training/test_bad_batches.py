@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from buffers.records import Row, TrainBatch
+from learner.model import fsdp
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
 
@@ -32,7 +33,7 @@ def training(model: Path, **knobs: Any) -> Iterator[Trainer]:
 
 
 def weights_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.full_tensor().clone() for parameter in module.parameters()]
+    return [fsdp.local(parameter).clone() for parameter in module.parameters()]
 
 
 def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learner.model import fsdp
 from learner.training.sft import SftRow
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer
@@ -80,7 +81,7 @@ def test_a_separate_critic_starts_from_what_was_learned(trainer: Trainer) -> Non
         trainer.sft_step([row(*STEM, 1, 2, 3, trains=3)], lr=3e-3)
     trainer.end_sft()
     policy, critic = (
-        {name: weight.full_tensor() for name, weight in model.lm.named_parameters()}
+        {name: fsdp.local(weight) for name, weight in model.lm.named_parameters()}
         for model in (trainer._policy, trainer._critic)
         if model is not None
     )

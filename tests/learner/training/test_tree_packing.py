@@ -60,7 +60,7 @@ def _passes(policy: Policy, sequences: Sequences, *, token_budget: int) -> tuple
     computed = 0
     for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=token_budget):
         micro = sequences.micro_batch(piles[0], device=CPU)
-        out = policy(micro, temperature=0.9, entropy=True)
+        out = policy(micro, temperature=0.9)
         stacked = torch.stack([out.logprobs, out.entropy, out.values])
         (stacked * weights[:, micro.index]).sum().backward()
         found[:, micro.index] = stacked.detach()

@@ -236,7 +236,7 @@ def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_n
     assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
 
 
-def test_an_engine_that_slept_has_no_prefix_in_its_cache_and_answers(rollout):
+def test_an_engine_that_slept_has_an_empty_cache_without_memory_and_answers(rollout):
     engine = rollout.engine
 
     async def cached(number):
@@ -246,12 +246,15 @@ def test_an_engine_that_slept_has_no_prefix_in_its_cache_and_answers(rollout):
 
     async def sleep_between():
         before = [await cached(number) for number in range(2)]
+        took = psutil.Process(process_of(engine)).memory_info().rss
         await engine.sleep()
+        freed = took - psutil.Process(process_of(engine)).memory_info().rss
         await engine.wake_up()
-        return [*before[1:], await cached(2)]
+        return [*before[1:], await cached(2), freed]
 
-    kept, after = rollout.wait(sleep_between())
+    kept, after, freed = rollout.wait(sleep_between())
     assert kept > 0 and after == 0
+    assert freed > 0.9 * 0.0625 * 2**30, "the cache's memory goes back to the system"
 
 
 def params(num_tokens: int, *, as_whole: bool, **more):
