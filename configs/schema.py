@@ -605,8 +605,8 @@ class LearnerConfig(Section):
     kept."""
     max_mean_logprob_diff: Positive | None = None
     """Mean difference, in nats, of the engines' log-probabilities and the learner's above which the run ends: of a probe before
-    the first step and after the first update, and of each 256 tokens of batches. None: 3e-5 in float32 (0.01 on a GPU), 0.15 in
-    bfloat16. More is for engines that round more (quantized ones), which `learner.correction` makes up for."""
+    the first step and after the first that moves weights, and of each 256 tokens of batches. None: 3e-5 in float32 (0.01 on a GPU),
+    0.15 in bfloat16. More is for engines that round more (quantized ones), which `learner.correction` makes up for."""
     keep_on: Literal["device", "host"] = "device"
     """Memory for older versions and the reference, which are kept in `model.dtype`: a rank's card, or the host's, from where they
     are copied for each pass that needs them."""

@@ -86,18 +86,8 @@ class Child:
 
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
-Starts = Callable[..., Awaitable[Any]]
-"""Such as `asyncio.create_subprocess_exec`; of what it returns `pid` and `wait` are used."""
-
-
-@dataclass(eq=False)
-class Child:
-    """One running program. Start -> (wait | first_line) -> stop."""
-
-    process: Any
-    _: KW_ONLY
-    log: Path
-    stdout: Pipe | None = None
+        code: int = await self.process.wait()
+        return code
 
     async def killed(self) -> bool:
         """True if a signal has ended it, or does so now."""

@@ -567,7 +567,9 @@ class Pipeline:
                     asked = None if judge.model == "policy" else ChatModel(judge.model, model=judge.name, key=key).ask
                     server.judge_next_turns(judge, ask=asked)
                 else:
-                    self._display.note("feedback alone is learned from: a complaint in the next turn needs serve.judge.model")
+                    self._display.note(
+                        "feedback alone is learned from: a complaint in the next turn needs serve.judge.model"
+                    )
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
