@@ -365,8 +365,9 @@ class LearnLoop:
         if self._schedule.overlong_tokens is not None:
             batch, mean = with_overlong_penalty(batch, max_tokens=self._schedule.overlong_tokens)
             penalty = {"reward/overlong": mean}
+        pace = 1.0 if self._users is None else self._users.pace
         async with self._asleep() as times:
-            metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
+            metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step, pace=pace)
         metrics |= times
         if self._agreement is not None:
             self._agreement.check_batch(metrics, num_tokens=batch.fresh.num_trained_tokens)

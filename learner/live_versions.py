@@ -71,6 +71,11 @@ Drift = Callable[[Sequence[Answer]], Awaitable[float]]
 """How far the newest version is from the model without its adapter in these answers of its own: nats per token."""
 
 
+TOO_FAR = ("score", "entropy", "drift", "likeness")
+"""Kinds of refusals that a smaller step may avoid."""
+MOST_HALVINGS = 4
+
+
 class Refusal(NamedTuple):
     """Why a candidate is not served. `kind`: score, entropy, drift, likeness, sessions, or unplayed."""
 
@@ -353,6 +358,18 @@ class Versions:
     def figures(self) -> dict[str, float]:
         """How many candidates there were, what was refused for what, and what the gate measured of the last one."""
         return self._figures
+
+    @property
+    def pace(self) -> float:
+        """The share of the learning rate with which the next candidate is trained: the same weights on much the same sessions would
+        make the same losing step again. Halved by each candidate that was refused for what it is, doubled by each promoted."""
+        halvings = 0
+        for each in self.list():
+            if each.get("state") == "promoted":
+                halvings = max(0, halvings - 1)
+            elif each.get("refused_for") in TOO_FAR:
+                halvings = min(MOST_HALVINGS, halvings + 1)
+        return 0.5**halvings
 
     def _figures_of_all(self) -> dict[str, float]:
         judged = [each for each in self.list() if each.get("state") in ("promoted", "refused")]

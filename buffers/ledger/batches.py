@@ -173,7 +173,10 @@ _GIVEN_BACK = "FROM grp INDEXED BY grp_given_back WHERE state = 'ready' AND firs
 _LEASED = (
     "SELECT group_id FROM grp WHERE lease_id = ?1 UNION ALL SELECT group_id FROM joined WHERE lease_id = ?1 ORDER BY 1"
 )
-IN_BATCH = "EXISTS (SELECT 1 FROM joined JOIN lease USING (lease_id) WHERE joined.group_id = grp.group_id AND lease.state = 'active')"
+IN_BATCH = (
+    "EXISTS (SELECT 1 FROM joined JOIN lease USING (lease_id) "
+    "WHERE joined.group_id = grp.group_id AND lease.state = 'active')"
+)
 """A stored group is in a batch that is trained now."""
 _CAN_JOIN = (
     f"state = 'trained' AND num_trained < :times AND NOT {IN_BATCH} "

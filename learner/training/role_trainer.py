@@ -153,7 +153,7 @@ class RoleTrainer(Trainer):
         """The present version of each role: its updates since SFT."""
         return {role: own.steps for role, own in self._all.items()}
 
-    def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+    def train_step(self, batch: TrainBatch, *, version: int, pace: float = 1.0) -> dict[str, float]:
         """The rows of a step's groups go to their roles, and those that have a batch are updated. `version` is the step's number,
         by which no role counts.
 
@@ -171,7 +171,7 @@ class RoleTrainer(Trainer):
             if num_groups >= self._groups_per_step:
                 self._enter(role)
                 rows = TrainBatch(rows=waiting.take(), lease_id=batch.lease_id)
-                trained[role] = super().train_step(rows, version=self._own.steps)
+                trained[role] = super().train_step(rows, version=self._own.steps, pace=pace)
                 tokens |= _by_row(rows.rows, self._token_figures)
             figures |= {
                 f"adapter/{role}/version": float(self._all[role].steps),

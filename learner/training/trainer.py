@@ -209,8 +209,8 @@ class Trainer:
         if self._critic is not None:
             fsdp.load_shards(self._critic.lm, shards=fsdp.clone_shards(self._policy.lm))
 
-    def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """One step on a batch. `version` is that of the weights before it (0 after SFT).
+    def train_step(self, batch: TrainBatch, *, version: int, pace: float = 1.0) -> dict[str, float]:
+        """One step on a batch. `version` is that of the weights before it (0 after SFT), `pace` the share of the learning rate.
 
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite.
         """
@@ -244,7 +244,7 @@ class Trainer:
         prepared = time.monotonic()
         metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
-            metrics |= self._learn(table, before=before, minibatches=minibatches)
+            metrics |= self._learn(table, before=before, minibatches=minibatches, pace=pace)
         present = (table.versions == version) & table.verifiable
         recomputed[present] = before.logprobs[present]
         if config.check_logprobs:
@@ -326,14 +326,14 @@ class Trainer:
         known = torch.tensor([hint is not None for hint in table.hints])[table.rows]
         return Hinted(found[:num].T.long(), found[num:].T, known)
 
-    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches) -> dict[str, float]:
+    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches, pace: float) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
         shares = table.weights(range(len(table.loss_weights)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
         began = time.monotonic()
-        metrics = self._update(table, goals=plan, minibatches=minibatches, before=before) | kl_taken
+        metrics = self._update(table, goals=plan, minibatches=minibatches, before=before, pace=pace) | kl_taken
         entropy = float((shares * before.entropy).sum())
         metrics["policy/entropy"] = entropy
         metrics |= self._of_stored(table, targets=plan.targets)
@@ -761,14 +761,14 @@ class Trainer:
         return calibrated_evidence(evidence) if fits else evidence
 
     def _update(
-        self, table: BatchTensors, *, goals: Goals, minibatches: Minibatches, before: Before
+        self, table: BatchTensors, *, goals: Goals, minibatches: Minibatches, before: Before, pace: float
     ) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates. The first tells what is not in `before` yet."""
         config = self._config
-        warmth = min(1.0, (self._own.steps + 1) / (config.lr_warmup_steps + 1))
+        rate = pace * min(1.0, (self._own.steps + 1) / (config.lr_warmup_steps + 1))
         for optimizer in filter(None, (self._own.optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
+                group["lr"] = group["peak_lr"] * rate * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         sequences = table.sequences if table.echoed is None else table.echoed.sequences
@@ -784,7 +784,7 @@ class Trainer:
                 before.logprobs[places], before.entropy[places] = own
                 goals.targets.proximal[places.to(self._device)] = own[0].to(self._device)
                 unknown = None
-        return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
+        return step_metrics.metrics() | {"learner/lr": config.lr * rate}
 
     def _weighed(self, goals: Goals, *, table: BatchTensors, rows: Sequence[int]) -> Goals:
         """The goals with the weights of a mini-batch of these rows: the one place where each signal gets its weights."""

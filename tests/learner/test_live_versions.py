@@ -257,7 +257,9 @@ def test_what_an_operator_has_promoted_all_the_same_is_what_others_are_compared_
             await world.publish(0)
             assert not await world.offer(1)
             await world.versions.promote(1)
+            assert world.versions.pace == world.make().pace == 0.5
             assert await world.offer(2)
+            assert world.versions.pace == 1.0
 
     asyncio.run(main())
     assert world.about(2)["gate"]["against"] == 1
@@ -275,7 +277,9 @@ def test_the_more_were_refused_the_surer_the_next_one_must_be(tmp_path):
             for version in (1, 2, 3, 4):
                 assert not await world.offer(version)
 
+    assert world.versions.pace == 1.0
     asyncio.run(main())
+    assert world.versions.pace == 1 / 16
     levels = [world.about(version)["gate"]["level"] for version in (1, 2, 3, 4)]
     assert levels == pytest.approx([0.05 / 2, 0.05 / 6, 0.05 / 12, 0.05 / 20])
     differences = [one - other for one, other in zip(noisy, HALF, strict=True)]

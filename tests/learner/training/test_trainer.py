@@ -583,6 +583,7 @@ def test_learning_rate_warms_up_over_its_steps(trainer: MakeTrainer) -> None:
     learner = trainer(lr=1e-4, lr_warmup_steps=3)
     rates = [learner.train_step(_bandit(), version=0)["learner/lr"] for _ in range(5)]
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
+    assert learner.train_step(_bandit(), version=0, pace=0.5)["learner/lr"] == pytest.approx(0.5e-4)
 
 
 def test_gradient_checkpointing_computes_layers_again_and_changes_no_number(
