@@ -164,8 +164,8 @@ def test_the_streams_are_the_papers_losses_and_a_wrong_clip_is_seen(monkeypatch:
 
 
 def test_every_comparison_is_a_configuration() -> None:
-    from configs.load import load_config, shipped
+    from configs.load import load_config
 
     for pair in COMPARISONS.values():
         for own in (pair.one, pair.other):
-            load_config(shipped(Path(pair.config)), [*pair.both, *own])
+            load_config(Path(pair.config), [*pair.both, *own])

@@ -612,7 +612,7 @@ async def test_an_update_that_moves_nothing_does_not_take_the_place_of_the_first
         train_step = setup.ranks.train_step
 
         async def moves_at_the_second(batch: TrainBatch, *, version: int, pace: float) -> dict[str, float]:
-            return {**await train_step(batch, version=version), "policy/grad_norm": 1.0 * (version == 1)}
+            return {**await train_step(batch, version=version, pace=pace), "policy/grad_norm": 1.0 * (version == 1)}
 
         monkeypatch.setattr(setup.ranks, "train_step", moves_at_the_second)
         comparison.told = setup.ranks.told
