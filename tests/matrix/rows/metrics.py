@@ -187,7 +187,7 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "learner/lr": (GRPO, metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])),
         "learner/updates": (GRPO, always("learner/updates", 6)),
         "learner/skipped": (GRPO, always("learner/skipped", 0)),
-        "learner/backward_share": (GRPO, metric("learner/backward_share", lambda values: 0.0 < min(values) < 1.0 >= max(values))),
+        "learner/backward_share": (GRPO, metric("learner/backward_share", lambda values: all(0.0 < value <= 1.0 for value in values))),
         "learner/mfu": (GRPO, metric("learner/mfu", lambda values: all(0.0 < value < 1.0 for value in values))),
         "learner/tokens": (GRPO, _equals("learner/tokens", "batch/tokens")),
         "learner/raw_over_unique": ("rounds", metric("learner/raw_over_unique", lambda values: 1.1 < max(values) < 8)),
