@@ -196,6 +196,8 @@ def of_rank(
     wide = each if on_gpu else MASTER
     shared = models * tree_keys(shape, learner, tokens=tokens, each=each)
     kept, one = (models * size for size in activations(shape, learner, tokens=tokens, each=each, states=wide))
+    if not on_gpu and dtype == "float32":  # its products copy an operand that lies the other way
+        one += tokens * shape.intermediate * each
     logits = LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)
     backward = [
         _passing(f"activations of {tokens} tokens", kept),
