@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from buffers.disk import until_written
 from buffers.errors import LeaseError
@@ -365,9 +366,12 @@ class LearnLoop:
         if self._schedule.overlong_tokens is not None:
             batch, mean = with_overlong_penalty(batch, max_tokens=self._schedule.overlong_tokens)
             penalty = {"reward/overlong": mean}
-        pace = 1.0 if self._users is None else self._users.pace
+        users = self._users
+        live: dict[str, Any] = (
+            {} if users is None else {"pace": users.pace, "has_gone_back": users.was_taken_back(self.step)}
+        )
         async with self._asleep() as times:
-            metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step, pace=pace)
+            metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step, **live)
         metrics |= times
         if self._agreement is not None:
             self._agreement.check_batch(metrics, num_tokens=batch.fresh.num_trained_tokens)

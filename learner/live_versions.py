@@ -359,6 +359,11 @@ class Versions:
         """How many candidates there were, what was refused for what, and what the gate measured of the last one."""
         return self._figures
 
+    def was_taken_back(self, version: int) -> bool:
+        """Whether the learner, which had come to this version, went back from it: it was refused, or was served and is not now."""
+        state = self._about(version).get("state")
+        return state == "refused" or (state == "promoted" and self.served != version)
+
     @property
     def pace(self) -> float:
         """The share of the learning rate with which the next candidate is trained: the same weights on much the same sessions would

@@ -153,7 +153,9 @@ class RoleTrainer(Trainer):
         """The present version of each role: its updates since SFT."""
         return {role: own.steps for role, own in self._all.items()}
 
-    def train_step(self, batch: TrainBatch, *, version: int, pace: float = 1.0) -> dict[str, float]:
+    def train_step(
+        self, batch: TrainBatch, *, version: int, pace: float = 1.0, has_gone_back: bool = False
+    ) -> dict[str, float]:
         """The rows of a step's groups go to their roles, and those that have a batch are updated. `version` is the step's number,
         by which no role counts.
 
@@ -171,7 +173,9 @@ class RoleTrainer(Trainer):
             if num_groups >= self._groups_per_step:
                 self._enter(role)
                 rows = TrainBatch(rows=waiting.take(), lease_id=batch.lease_id)
-                trained[role] = super().train_step(rows, version=self._own.steps, pace=pace)
+                trained[role] = super().train_step(
+                    rows, version=self._own.steps, pace=pace, has_gone_back=has_gone_back
+                )
                 tokens |= _by_row(rows.rows, self._token_figures)
             figures |= {
                 f"adapter/{role}/version": float(self._all[role].steps),

@@ -209,8 +209,11 @@ class Trainer:
         if self._critic is not None:
             fsdp.load_shards(self._critic.lm, shards=fsdp.clone_shards(self._policy.lm))
 
-    def train_step(self, batch: TrainBatch, *, version: int, pace: float = 1.0) -> dict[str, float]:
+    def train_step(
+        self, batch: TrainBatch, *, version: int, pace: float = 1.0, has_gone_back: bool = False
+    ) -> dict[str, float]:
         """One step on a batch. `version` is that of the weights before it (0 after SFT), `pace` the share of the learning rate.
+        `has_gone_back`: those weights were taken back, so what they sampled cannot be computed again.
 
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite.
         """
@@ -239,13 +242,13 @@ class Trainer:
             advantage=np.full(len(recomputed), np.nan, np.float32),
             weighed=table.fresh.numpy().astype(np.uint8),
         )
-        if config.check_logprobs:
+        if config.check_logprobs and not has_gone_back:
             self._remember(version)
         prepared = time.monotonic()
         metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
             metrics |= self._learn(table, before=before, minibatches=minibatches, pace=pace)
-        present = (table.versions == version) & table.verifiable
+        present = (table.versions == version) & table.verifiable & (not has_gone_back)
         recomputed[present] = before.logprobs[present]
         if config.check_logprobs:
             checked |= present

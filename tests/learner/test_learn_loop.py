@@ -78,7 +78,7 @@ class FakeRanks:
             await asyncio.sleep(0.01)
             self._maybe_die("idle")
 
-    async def train_step(self, batch: TrainBatch, *, version: int, pace: float) -> dict[str, float]:
+    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         self._maybe_die("train_step")
         self.told.append(("train", version, batch.group_ids))
         return dict(STEP)
@@ -611,8 +611,8 @@ async def test_an_update_that_moves_nothing_does_not_take_the_place_of_the_first
     async with learning(tmp_path, ledger, steps=3, agreement=comparison, checkpoints={"every": 0}) as setup:
         train_step = setup.ranks.train_step
 
-        async def moves_at_the_second(batch: TrainBatch, *, version: int, pace: float) -> dict[str, float]:
-            return {**await train_step(batch, version=version, pace=pace), "policy/grad_norm": 1.0 * (version == 1)}
+        async def moves_at_the_second(batch: TrainBatch, *, version: int) -> dict[str, float]:
+            return {**await train_step(batch, version=version), "policy/grad_norm": 1.0 * (version == 1)}
 
         monkeypatch.setattr(setup.ranks, "train_step", moves_at_the_second)
         comparison.told = setup.ranks.told

@@ -258,8 +258,11 @@ def test_what_an_operator_has_promoted_all_the_same_is_what_others_are_compared_
             assert not await world.offer(1)
             await world.versions.promote(1)
             assert world.versions.pace == world.make().pace == 0.5
+            assert world.versions.was_taken_back(1) and not world.versions.was_taken_back(0)
             assert await world.offer(2)
-            assert world.versions.pace == 1.0
+            assert world.versions.pace == 1.0 and not world.versions.was_taken_back(2)
+            await world.versions.rollback()
+            assert world.versions.was_taken_back(2)
 
     asyncio.run(main())
     assert world.about(2)["gate"]["against"] == 1

@@ -92,6 +92,27 @@ def test_one_altered_logprob_is_seen(trainer: MakeTrainer, model: Path) -> None:
     assert metrics["policy/mean_logprob_diff"] == pytest.approx(0.25 / batch.num_trained_tokens, abs=1e-5)
 
 
+def test_what_weights_have_sampled_that_were_taken_back_is_trained_and_not_checked(
+    trainer: MakeTrainer, model: Path, tmp_path: Path
+) -> None:
+    learner = trainer(lr=1e-2, lr_warmup_steps=0)
+    learner.save(tmp_path / "v0")
+    learner.train_step(walks(), version=0)
+    learner.save_pretrained(tmp_path / "v1")
+    refused = _sampled_by(tmp_path / "v1", walks(seed=1), version=1)
+    learner.load(tmp_path / "v0")
+    told = learner.train_step(refused, version=1, has_gone_back=True)
+    assert (told["policy/checked_share"], told["policy/max_logprob_diff"]) == (0.0, 0.0)
+    assert told["policy/is_weight_max"] > 1.01 and told["policy/grad_norm"] > 0.0
+    learner.save_pretrained(tmp_path / "v2")
+    served = _sampled_by(tmp_path / "v2", walks(seed=2), version=2)
+    told = learner.train_step(TrainBatch(rows=[*refused.rows, *served.rows]), version=2)
+    assert told["policy/checked_share"] == pytest.approx(
+        served.num_trained_tokens / (2 * refused.num_trained_tokens), abs=0.1
+    )
+    assert told["policy/max_logprob_diff"] < 1e-5
+
+
 @pytest.mark.seconds
 def test_older_tokens_are_checked_under_the_version_that_sampled_them(
     trainer: MakeTrainer, model: Path, tmp_path: Path

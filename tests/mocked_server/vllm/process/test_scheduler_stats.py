@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,7 +74,27 @@ async def generate(engine: VLLMEngine, number: int, *, tokens: int, prompt: list
         pass
 
 
-async def look_until(engine: VLLMEngine, holds: Any) -> EngineFigures:
+@asynccontextmanager
+async def under_way(
+    engine: VLLMEngine, numbers: range, *, tokens: int, prompt: list[int] | None = None
+) -> AsyncIterator[list[int]]:
+    """So many generations at once, each followed by the same again until the block ends. Gives those that have ended."""
+    ended: list[int] = []
+    is_over = asyncio.Event()
+
+    async def again(number: int) -> None:
+        while not is_over.is_set():
+            await generate(engine, number, tokens=tokens, prompt=prompt)
+            ended.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in numbers:
+            group.create_task(again(number))
+        yield ended
+        is_over.set()
+
+
+async def look_until(engine: VLLMEngine, holds: Callable[[EngineFigures], bool]) -> EngineFigures:
     async with asyncio.timeout(PATIENCE_S):
         while not holds(figures := engine.figures()):
             await asyncio.sleep(0.005)
@@ -86,29 +107,29 @@ async def test_a_full_cache_preempts_and_new_weights_do_not(tiny_model: Path) ->
     try:
         capacity = engine.figures().kv_capacity
         assert 1500 < capacity < 2500  # 0.002 GiB of 1,024 bytes
-        running = [asyncio.create_task(generate(engine, number, tokens=200)) for number in range(4)]
-        seen = await look_until(engine, lambda now: now.running == 4 and now.tokens_held > 4 * 60)
-        await engine.load_weights(tiny_model, version=1)
-        await asyncio.gather(*running)
-        assert seen.waiting == 0 and 4 * 60 < seen.tokens_held < capacity
+        async with under_way(engine, range(4), tokens=200) as few:
+            seen = await look_until(engine, lambda now: now.running == 4 and now.tokens_held > 4 * 60)
+            await engine.load_weights(tiny_model, version=1)
+        assert seen.waiting == 0 and seen.tokens_held < capacity
         assert engine.figures().preemptions == 0, "four fit; the cache was cleared under them"
 
-        running = [asyncio.create_task(generate(engine, number, tokens=250)) for number in range(4, 20)]
-        seen = await look_until(engine, lambda now: now.waiting > 0)
-        await asyncio.gather(*running)
+        async with under_way(engine, range(4, 20), tokens=250) as many:
+            await look_until(
+                engine, lambda now: now.running == 16 and now.waiting > 0 and now.tokens_held > 0.6 * capacity
+            )
         idle = engine.figures()
-        assert seen.running == 16 and seen.tokens_held > 0.6 * capacity
         assert idle.preemptions > 0 and (idle.running, idle.waiting, idle.tokens_held) == (0, 0, 0)
-        assert idle.sampled_tokens == 4 * 200 + 16 * 250 and idle.prompt_tokens == 20 * 31
+        assert idle.sampled_tokens == len(few) * 200 + len(many) * 250
+        assert idle.prompt_tokens == (len(few) + len(many)) * 31
 
-        shared = [*range(50, 350)]
-        running = [asyncio.create_task(generate(engine, 20, tokens=200, prompt=shared))]
-        await look_until(engine, lambda now: now.tokens_held > 300)
-        running += [
-            asyncio.create_task(generate(engine, number, tokens=200, prompt=shared)) for number in range(21, 24)
-        ]
-        await look_until(engine, lambda now: now.running == 4 and 600 < now.tokens_held < 1000)  # 1,200 if not shared
-        await asyncio.gather(*running)
+        looks: list[EngineFigures] = []
+        async with under_way(engine, range(20, 24), tokens=200, prompt=[*range(50, 350)]) as alike:
+            while len(alike) < 8 or looks[-1].running < 4:
+                looks.append(await look_until(engine, lambda now: now.running > 0))
+                await asyncio.sleep(0.005)
+        assert 600 < max(now.tokens_held for now in looks) < 1200, (
+            "four prompts of 300 tokens that are not shared are as many"
+        )
         await engine.restart()
         assert engine.figures().kv_capacity == capacity and engine.figures().restarts == 1
     finally:
