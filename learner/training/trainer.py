@@ -329,7 +329,9 @@ class Trainer:
         known = torch.tensor([hint is not None for hint in table.hints])[table.rows]
         return Hinted(found[:num].T.long(), found[num:].T, known)
 
-    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches, pace: float) -> dict[str, float]:
+    def _learn(
+        self, table: BatchTensors, *, before: Before, minibatches: Minibatches, pace: float = 1.0
+    ) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
         the first mini-batch is written into it."""
         shares = table.weights(range(len(table.loss_weights)), mode="token-mean")
