@@ -133,7 +133,9 @@ def _run(told: socket.socket, streams: Sequence[int]) -> None:
         order = json.loads(lines.readline())
     if pid := os.fork():
         if told.fileno() in select.select([told.fileno(), os.pidfd_open(pid)], [], [])[0]:  # the run has ended
-            os.killpg(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has not begun: no group is its own yet
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with suppress(ConnectionError):
             told.send(f"{code}\n".encode())
@@ -145,8 +147,7 @@ def _run(told: socket.socket, streams: Sequence[int]) -> None:
         os.dup2(each, number)
         os.close(each)
     os.chdir(order["cwd"])
-    os.environ.clear()
-    os.environ.update(order["env"])
+    os.environ.update(order["env"])  # beside what the modules have set
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     sys.argv = order["command"][1:]

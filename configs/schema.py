@@ -897,7 +897,7 @@ class Config(Section):
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
-        self._check_replay()
+        yield from self._check_replay()
         yield from self._check_sft()
         yield from self._check_serve()
         yield from self._check_harbor()
@@ -915,14 +915,10 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
 
-    def _check_replay(self) -> None:
+    def _check_replay(self) -> Iterator[str]:
         replay, learner = self.buffer.replay, self.learner
         if not replay.share:
-            if given := list(replay.model_dump(exclude_defaults=True)):
-                raise ValueError(
-                    f"buffer.replay.{given[0]} has an effect with buffer.replay.share only, got 0; set buffer.replay.share=0.5, or "
-                    f"leave it out"
-                )
+            yield from _idle("buffer.replay", replay, "buffer.replay.share only, got 0; set buffer.replay.share=0.5")
             return
         groups, members = self.buffer.groups_per_step, self.buffer.group_size
         part, old = (
@@ -944,9 +940,7 @@ class Config(Section):
             (learner.correction == "none", f"{old}, got learner.correction=none", "set learner.correction=tis"),
             (learner.advantage == "opo", f"{old}, got learner.advantage=opo, exact on its own samples only", "take another one"),
         )  # fmt: skip
-        for is_bad, rule, remedy in refusals:
-            if is_bad:
-                raise ValueError(f"buffer.replay.share {rule}; {remedy}")
+        yield from (f"buffer.replay.share {rule}; {remedy}" for is_bad, rule, remedy in refusals if is_bad)
 
     def _check_serve(self) -> Iterator[str]:
         if not self.serve.enabled:

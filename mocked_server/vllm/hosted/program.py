@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.context import SpawnContext
 
@@ -36,7 +36,7 @@ class HostSettings:
     """Settings of a host. `host`, `trusted`: see `buffers.wire.address.way_to`."""
 
     engine: EngineSettings
-    secret: bytes
+    secret: bytes = field(repr=False)
     name: str = "e0"
     host: str = "127.0.0.1"
     trusted: bool = False

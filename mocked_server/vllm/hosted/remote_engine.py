@@ -39,7 +39,7 @@ class HostProcess(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # a secret stands in no log
 class RemoteEngine:
     """See the module. `weights`: (folder, version) to begin with. `locate`: the folder that its host reads in place of one here."""
 
