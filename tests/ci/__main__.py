@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stops", action="store_true", help="stop processes of the tests at random for 0.2 to 2.5 s")
     arguments = parser.parse_args(argv)
     machine = machine_speed()
-    say(f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms")
+    say(
+        f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms, "
+        f"{machine['free_gib']} GiB free"
+    )
     disturbance = partial(disturbed, load=arguments.load, stops=arguments.stops)
     results = run_stages(STAGES, root=ROOT, disturbed=disturbance)
     commit = subprocess.run(

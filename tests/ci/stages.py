@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,13 +106,22 @@ def _run(stage: Stage, *, root: Path) -> tuple[Result, dict[str, str]]:
         result.unstable = _end_left_behind(mark)
         if beside is not None and beside.wait() != 0:
             result.failed.append(f"{' '.join(stage.beside)}: exit code {beside.returncode}")
-        lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+        lines = _read(log)
     result.seconds = time.monotonic() - began
     outputs = {line["test"]: line["output"] for line in reversed(lines) if "test" in line}
     ends = [line["exit"] for line in lines if "exit" in line]
     if not ends or ends[-1] not in (0, TESTS_FAILED) or (code != 0 and not outputs):
         result.failed.append(f"pytest did not play all tests: exit code {ends[-1] if ends else code}")
     return result, outputs
+
+
+def _read(log: Path) -> list[dict[str, Any]]:
+    """Its lines, without one that was cut off, as on a full disk."""
+    lines = []
+    for line in log.read_text("utf-8").splitlines() if log.exists() else []:
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def _end_left_behind(mark: str) -> dict[str, str]:
@@ -195,7 +205,7 @@ def _first_lines(output: str) -> list[str]:
 
 
 def machine_speed() -> dict[str, Any]:
-    """Processors, load of the last minute, and the milliseconds of a loop of Python (the best of five)."""
+    """Processors, load of the last minute, milliseconds of a loop of Python (the best of five), and GiB that the disk has left."""
 
     def loop_ms() -> float:
         began = time.perf_counter()
@@ -203,7 +213,12 @@ def machine_speed() -> dict[str, Any]:
         return (time.perf_counter() - began) * 1000
 
     times = [loop_ms() for _ in range(5)]
-    return {"processors": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "loop_ms": round(min(times))}
+    return {
+        "processors": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "loop_ms": round(min(times)),
+        "free_gib": shutil.disk_usage(tempfile.gettempdir()).free >> 30,
+    }
 
 
 def say(words: str) -> None:

@@ -39,6 +39,14 @@ def test_now_and_then():
 BROKEN = "def test_broken():\n    print('said by the test')\n    assert 1 + 1 == 3\n"
 DIES = "import os\n\ndef test_dies():\n    os._exit(9)\n"
 
+FULL_DISK = """
+import resource
+
+def pytest_configure(config):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
+"""
+LONG_FAILURE = "def test_long():\n    print('x' * 10_000)\n    assert False\n"
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -105,6 +113,13 @@ def test_a_session_that_ends_without_a_word_is_a_failure(project: Path) -> None:
     (project / "test_dies.py").write_text(DIES)
     (result,) = run_stages([alone], root=project)
     assert result.failed == ["pytest did not play all tests: exit code 9"]
+
+
+def test_a_disk_that_is_full_while_a_failure_is_kept_is_a_failure(project: Path, capfd) -> None:
+    (project / "conftest.py").write_text(FULL_DISK)
+    (result,) = run_stages([stage(project, plain=PLAIN, it=LONG_FAILURE)], root=project)
+    assert result.failed and result.failed[0].startswith("pytest did not play all tests") and not result.unstable
+    assert "File too large" in "".join(capfd.readouterr())
 
 
 def test_a_red_first_stage_ends_the_run_and_a_red_later_one_does_not(project: Path) -> None:
