@@ -41,7 +41,9 @@ from learner.model.policy import Policy
 from learner.startup.run_folder import CONFIG
 from learner.training.layout import plain_tokens
 from learner.training.packing import PaddedSequences, Sequences
+from learner.training.stems import StemSequences
 from learner.training.trainer import Trainer
+from learner.training.tree_packing import PrefixTree
 
 LIMIT_S = 300.0
 READER = ROOT / "benchmarks" / "rivals" / "read_folder.py"
@@ -231,23 +233,32 @@ def totals(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def padded_cost(*, limit_s: float) -> dict[str, Any]:
-    """Of `passes_cost`."""
-    given = {"repeats": 5, "model": MODEL, "batch": BATCH}
+def costs(*, limit_s: float) -> dict[str, Any]:
+    """`padded`: of `passes_cost`; `hybrids`: of `hybrid_speedup`, for each family."""
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
-        (found,) = call(passes_cost, folder=Path(scratch), limit_s=limit_s, **given)
-    return dict(found)
+        found = [
+            call(function, folder=Path(scratch), limit_s=limit_s, repeats=5, **given)[0]
+            for function, given in (
+                (passes_cost, {"model": MODEL, "batch": BATCH}),
+                *((hybrid_speedup, {"family": name, "changes": HYBRID, "batch": SHARED}) for name in HYBRIDS),
+            )
+        ]
+    return {"padded": dict(found[0]), "hybrids": dict(zip(HYBRIDS, map(dict, found[1:]), strict=True))}
 
 
 def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
     """Plays what the file does not have, or what is named. Raises RunFailed in the end for what is wrong."""
     earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
-    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
-    if cost is None and not arguments.skip_cost:
-        cost = padded_cost(limit_s=6 * arguments.limit)
+    families, cost = dict(earlier.get("families", {})), {each: earlier[each] for each in COSTS if each in earlier}
+    if len(cost) < len(COSTS) and not arguments.skip_cost:
+        cost = costs(limit_s=6 * arguments.limit)
     installed = {each.name: each.version for each in distributions()}
     settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
-    told = {"settings": settings, **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
+    told = {"settings": settings, **cost}
+    if "padded" in cost:
+        told["padded_cost"] = cost["padded"]["padded_cost"]
+    if "hybrids" in cost:
+        told["tree_speedup_hybrid"] = min(each["speedup"] for each in cost["hybrids"].values())
 
     def figures() -> dict[str, Any]:
         return told | totals(families) | {"families": {name: families[name] for name in FAMILIES if name in families}}
@@ -272,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_of("models", doc=__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=[], metavar="NAME", help="these families, again")
     parser.add_argument("--skip-engine", action="store_true", help="the learner only; a run that the file has stays")
-    parser.add_argument("--skip-cost", action="store_true", help="without padded_cost")
+    parser.add_argument("--skip-cost", action="store_true", help="without padded_cost and tree_speedup_hybrid")
     parser.add_argument(
         "--transformers4", default="", metavar="PYTHON", help="an interpreter that has transformers 4.57"
     )
@@ -290,7 +301,12 @@ LORA = {"rank": 4, "alpha": 8.0}
 MODEL: dict[str, Any] = {"hidden": 512, "layers": 12, "ffn": 1536, "heads": 8, "kv_heads": 4}
 """A Qwen3 of 38 million weights, for the cost of padding."""
 BATCH: dict[str, Any] = {"groups": 1, "rows": 8, "stem": 256, "tails": (164, 400)}
+HYBRIDS = ("falcon_h1", "qwen3_5")
+"""One of each kind: Mamba-2 beside attention, and gated delta nets."""
+HYBRID: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536}
+SHARED: dict[str, Any] = {"groups": 1, "rows": 8, "stem": 512, "tails": (32, 80)}
 TOKEN_BUDGET = 8192
+COSTS = ("padded", "hybrids")
 
 
 def learner_steps(
@@ -336,18 +352,40 @@ def pass_s(policy: Policy, sequences: Sequences) -> float:
     return time.process_time() - began
 
 
-def passes_cost(*, repeats: int, model: dict[str, Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
-    """`padded_cost`, and what it is the quotient of: passes in turn, in CPU seconds of a single thread, so that what others do on
-    the machine counts little."""
+def passes_s(policy: Policy, ways: Mapping[str, Sequences], *, repeats: int) -> dict[str, list[float]]:
+    """Of each way: passes in turn, in CPU seconds of a single thread, so that what others do on the machine counts little."""
     torch.set_num_threads(1)
+    turns = [{way: pass_s(policy, sequences) for way, sequences in ways.items()} for _ in range(repeats + 1)]
+    return {way: [turn[way] for turn in turns[1:]] for way in ways}  # the first one warms up
+
+
+def passes_cost(*, repeats: int, model: dict[str, Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """`padded_cost`: rows beside one another over packed ones, and what it is the quotient of."""
     packed = stem_rows(tokens=np.arange(9, 500), **batch).sequences()
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         policy = load_policy(make_tiny_model(Path(folder) / "model", **model), device=torch.device("cpu"))
-    ways = {"packed_s": packed, "padded_s": PaddedSequences(packed)}
-    turns = [{way: pass_s(policy, sequences) for way, sequences in ways.items()} for _ in range(repeats + 1)]
-    taken = {way: [turn[way] for turn in turns[1:]] for way in ways}  # the first one warms up
+    taken = passes_s(policy, {"packed_s": packed, "padded_s": PaddedSequences(packed)}, repeats=repeats)
     weights = sum(each.numel() for each in policy.parameters())
     return {"padded_cost": median(taken["padded_s"]) / median(taken["packed_s"]), "weights": weights, **taken}
+
+
+def hybrid_speedup(
+    *, repeats: int, family: str, changes: dict[str, Any], batch: dict[str, Any], **_: Any
+) -> dict[str, Any]:
+    """`speedup`: rows beside one another over rows that continue their stem; `fewer_tokens`: the same quotient of tokens."""
+    rows = stem_rows(tokens=np.arange(9, 500), **batch)
+    apart = PaddedSequences(rows.sequences())
+    shared = StemSequences(rows.sequences(), tree=PrefixTree(apart.ids), groups=rows.groups)
+    shared.measure(num_ranks=1, token_budget=TOKEN_BUDGET)
+    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
+        policy = load_policy(make_family(family, Path(folder) / "model", **changes), device=torch.device("cpu"))
+    taken = passes_s(policy, {"shared_s": shared, "apart_s": apart}, repeats=repeats)
+    return {
+        "speedup": median(taken["apart_s"]) / median(taken["shared_s"]),
+        "fewer_tokens": shared.raw_over_unique,
+        "weights": sum(each.numel() for each in policy.parameters()),
+        **taken,
+    }
 
 
 if __name__ == "__main__":

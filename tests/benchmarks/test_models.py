@@ -128,6 +128,14 @@ def test_what_padding_costs_is_measured_in_turn() -> None:
     assert found["padded_cost"] == np.median(found["padded_s"]) / np.median(found["packed_s"]) > 0.0
 
 
+@pytest.mark.seconds
+def test_what_a_shared_stem_saves_a_model_with_states_is_measured_in_turn() -> None:
+    batch = {"groups": 1, "rows": 4, "stem": 64, "tails": (4, 16)}
+    found = models.hybrid_speedup(repeats=3, family="falcon_h1", changes={"num_hidden_layers": 1}, batch=batch)
+    assert len(found["shared_s"]) == len(found["apart_s"]) == 3 and 2.0 < found["fewer_tokens"] < 4.0
+    assert found["speedup"] == np.median(found["apart_s"]) / np.median(found["shared_s"]) > 0.0
+
+
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_family_is_played_from_a_run_to_its_adapter(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.ci.stages import Stage, keep, machine_speed, run_stages, say
 ROOT = Path(__file__).parents[2]
 WHOLE_MATRIX = "tests/matrix/test_matrix.py::test_all_runs_show_their_rows"
 UNSTABLE = ROOT / "tests" / "unstable.jsonl"
+LEAST_FREE_GIB = 8
+"""At most 5.5 were taken."""
 
 
 def made(target: str, *more: str) -> Stage:
@@ -49,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms, "
         f"{machine['free_gib']} GiB free"
     )
+    if machine["free_gib"] < LEAST_FREE_GIB:
+        parser.exit(1, f"the tests need {LEAST_FREE_GIB} GiB of free disk in {tempfile.gettempdir()}\n")
     disturbance = partial(disturbed, load=arguments.load, stops=arguments.stops)
     results = run_stages(STAGES, root=ROOT, disturbed=disturbance)
     commit = subprocess.run(

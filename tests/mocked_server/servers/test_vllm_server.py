@@ -22,6 +22,7 @@ from mocked_server.vllm.engine_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.vllm.hosted.test_remote_engine import (
     CASES,
+    LENGTHS,
     PROMPT,
     outputs_of,
     plain,
@@ -89,13 +90,14 @@ def test_a_stop_string_cuts_the_same_text(rollout: Any, engine: ServerEngine) ->
 
 
 def test_the_whole_so_far_comes_with_each_output(rollout: Any, engine: ServerEngine) -> None:
-    for attempt in range(50):  # a reader who comes late gets several outputs as one
-        outputs = rollout.wait(outputs_of(engine, sampling(kind="CUMULATIVE"), f"so-far-{attempt}"))
+    for length in LENGTHS:
+        params = sampling(kind="CUMULATIVE", max_tokens=length)
+        outputs = rollout.wait(outputs_of(engine, params, f"so-far-{length}"))
         texts = [output.outputs[0].text for output in outputs]
         if len(texts) > 1:
             break
     assert len(texts) > 1 and all(later.startswith(text) for text, later in pairwise(texts))
-    assert len(outputs[-1].outputs[0].token_ids) == 24
+    assert len(outputs[-1].outputs[0].token_ids) == length
 
 
 def test_cached_prompt_tokens_are_told(rollout: Any, engine: ServerEngine) -> None:

@@ -26,6 +26,8 @@ from tests.support.served_models import ENDLESS, LONG
 pytestmark = pytest.mark.engine
 
 PROMPT = [40, 41, 42, 43]
+LENGTHS = (24, 96, 384, 1536)
+"""Tokens of answers that are told apart from their parts: a reader who comes late gets several outputs as one."""
 
 
 @pytest.fixture(scope="module", params=[Way.LOCAL, Way.ENCRYPTED])
@@ -138,12 +140,13 @@ def test_an_engine_elsewhere_answers_as_one_here(rollout: Any, remote: RemoteEng
     fields = dict(CASES[case])
     if "structured" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(choice=fields.pop("structured"))
-    here = rollout.wait(outputs_of(rollout.engine, sampling(**fields), f"here-{case}"))
     is_whole = fields.get("kind") == "FINAL_ONLY"
-    for attempt in range(50):  # a reader who comes late gets several outputs as one
-        there = rollout.wait(outputs_of(remote, sampling(**fields), f"there-{case}-{attempt}"))
+    for length in LENGTHS:
+        params = sampling(**{"max_tokens": length, **fields})
+        here = rollout.wait(outputs_of(rollout.engine, params, f"here-{case}-{length}"))
+        there = rollout.wait(outputs_of(remote, params, f"there-{case}-{length}"))
         assert plain(here) == plain(there)
-        assert {output.request_id for output in there} == {f"there-{case}-{attempt}"}
+        assert {output.request_id for output in there} == {f"there-{case}-{length}"}
         if len(there) > 1 or is_whole or case == "choice":
             break
     assert len(there) == 1 if is_whole else len(there) > 1 or case == "choice"
@@ -162,13 +165,14 @@ def test_a_stop_string_cuts_the_same_text(rollout: Any, remote: RemoteEngine) ->
 
 
 def test_the_whole_so_far_comes_with_each_output(rollout: Any, remote: RemoteEngine) -> None:
-    for attempt in range(50):  # a reader who comes late gets several outputs as one
-        outputs = rollout.wait(outputs_of(remote, sampling(kind="CUMULATIVE"), f"so-far-{attempt}"))
+    for length in LENGTHS:
+        params = sampling(kind="CUMULATIVE", max_tokens=length)
+        outputs = rollout.wait(outputs_of(remote, params, f"so-far-{length}"))
         texts = [output.outputs[0].text for output in outputs]
         if len(texts) > 1:
             break
     assert len(texts) > 1 and all(later.startswith(text) for text, later in pairwise(texts))
-    assert len(outputs[-1].outputs[0].token_ids) == 24
+    assert len(outputs[-1].outputs[0].token_ids) == length
 
 
 def test_cached_prompt_tokens_are_told(rollout: Any, remote: RemoteEngine) -> None:
