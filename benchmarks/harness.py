@@ -175,7 +175,7 @@ def metric_lines(run: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def scripted_model(answer: Callable[[str], str]) -> Iterator[str]:
+def scripted_model(answer: Callable[[str], str], *, port: int = 0) -> Iterator[str]:
     """The root of an API like OpenAI's chat completions. `answer`: what it says to the text of the last message, one at a time."""
     lock = threading.Lock()
 
@@ -201,7 +201,7 @@ def scripted_model(answer: Callable[[str], str]) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -14,7 +14,9 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
   was promoted by force is taken back; `wish_promoted`: candidates that were promoted before, of `wish_candidates`.
 - two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
   64 answers as each wished.
-- kills: learner and engine are killed in turn while users go on. `failed_requests`, of `requests`.
+- kills: learner, engine (while it plays the gate's tasks), judge and the other model are killed in turn while users go on.
+  `failed_requests`, of `requests`; `sessions_cut`: those that the other model had begun, and that it was killed in: they go on with it
+  alone.
 - wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
   they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
   that train as many epochs of as small a batch as words do. `guarded_`: the alphabet is the gate's, and the KL larger. Of each
@@ -32,12 +34,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,11 +50,12 @@ import httpx
 import openai
 import psutil
 
-from benchmarks.harness import parser_of, play
+from benchmarks.harness import free_port, parser_of, play, scripted_model
 from benchmarks.live_others import real, takeover
 from benchmarks.live_run import BATCH, QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
 from benchmarks.live_wishes import wishes, write_tasks
 
+UPSTREAM_SAYS = "moon"
 OLD_SESSIONS = ["buffer.replay.share=0.5", "buffer.replay.only=all"]
 
 
@@ -132,45 +137,111 @@ def _judged(run: LiveRun) -> list[dict[str, Any]]:
     return [each for each in _versions(run)["versions"] if each["state"] != "candidate"]
 
 
+class OtherModel:
+    """A scripted model in a process of its own, that can be killed and started again at its address."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._port = text, free_port()
+        self.url = f"http://127.0.0.1:{self._port}/v1"
+        self.start()
+
+    def start(self) -> None:
+        self._process = get_context("spawn").Process(target=_answer, args=(self._text, self._port), daemon=True)
+        self._process.start()
+
+    def kill(self) -> int:
+        self._process.kill()
+        self._process.join()
+        return 1
+
+
+def _answer(text: str, port: int) -> None:
+    with scripted_model(lambda _: text, port=port):
+        signal.pause()
+
+
 def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
-    """Users go on while learner and engine are killed."""
-    failed: list[str] = []
-    with LiveRun(folder, f"kills-{seed}", *TINY, f"run.seed={seed}") as run:
-        sessions(run, has_m, until=lambda _: len(run.steps) >= 2, most=most, seed=seed)
+    """Users go on while learner, engine (with the gate's tasks on it), judge and the other model are killed in turn, each until
+    two more steps were made."""
+    failed, cut = list[str](), 0
+    judge, upstream = OtherModel('{"score": 9, "hint": ""}'), OtherModel(UPSTREAM_SAYS)
+    tasks = write_tasks(folder / "kills.parquet", [(text, "m") for text in QUESTIONS * 4])
+    words = [
+        f"serve.gate.tasks={tasks}", "serve.gate.every=1", "serve.gate.margin=1", "data.scorer=contains",
+        f"serve.judge.model={judge.url}", f"serve.upstream.url={upstream.url}", "serve.upstream.model=large",
+        "serve.upstream.terms_allow_learning=true", "serve.upstream.share=0.5",
+    ]  # fmt: skip
+    with LiveRun(folder, f"kills-{seed}", *TINY, *words, f"run.seed={seed}") as run:
         ended = threading.Event()
         count = [0]
 
         def use(number: int) -> None:
+            nonlocal cut
             while not ended.is_set():
+                text = ""
                 try:
                     name, text, _ = run.ask(QUESTIONS[number % 4])
                     run.say(name, score=has_m(text))
-                    count[0] += 1
+                    run.ask("Thanks.", before=[QUESTIONS[number % 4], text])
+                    count[0] += 2
                 except (openai.OpenAIError, httpx.HTTPError) as error:
-                    failed.append(repr(error)[:200])
+                    if text == UPSTREAM_SAYS and "serve.upstream" in str(error):
+                        cut += 1
+                    else:
+                        failed.append(repr(error)[:200])
 
+        def kill(what: str) -> int:
+            found = run.children(what)
+            for child in found:
+                with suppress(psutil.Error):
+                    child.kill()
+            return len(found)
+
+        def until_at_the_gate() -> None:
+            deadline = time.monotonic() + 120
+            while _versions(run)["versions"][-1]["state"] != "candidate" and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        def until_two_steps() -> None:
+            steps, deadline = len(run.steps), time.monotonic() + 120
+            while len(run.steps) < steps + 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+        killed = dict[str, int]()
         with ThreadPoolExecutor(4) as users:
             using = [users.submit(use, number) for number in range(4)]
-            killed = 0
-            for what in ("rank", "engine", "rank", "EngineCore"):
-                steps = len(run.steps)
-                for child in run.children(what):
-                    with suppress(psutil.Error):
-                        child.kill()
-                        killed += 1
-                deadline = time.monotonic() + 120
-                while len(run.steps) < steps + 2 and time.monotonic() < deadline:
-                    time.sleep(0.2)
+            while (
+                _versions(run)["served"] < 1
+            ):  # a version has passed: the policy answers where the other model does not
+                until_two_steps()
+            for what in (
+                "rank",
+                "EngineCore",
+                "rank",
+                "EngineCore",
+            ):  # the gate's tasks are played by the run, on its engine
+                if what == "EngineCore":
+                    until_at_the_gate()
+                killed[what] = killed.get(what, 0) + kill(what)
+                until_two_steps()
+            for name, model in (("judge", judge), ("upstream", upstream)):
+                killed[name] = model.kill()
+                until_two_steps()
+                model.start()
+                until_two_steps()
             ended.set()
             for one in using:
                 one.result()
-        steps = len(run.steps)
+        steps = run.steps
     return {
         "failed_requests": len(failed),
+        "sessions_cut": cut,
         "requests": count[0],
         "killed": killed,
         "failures": failed[:5],
-        "updates_in_all": steps,
+        "updates_in_all": len(steps),
+        "judge_failed": steps[-1].get("live/judge_failed"),
+        "upstream_down": steps[-1].get("upstream/down"),
     }
 
 

@@ -94,12 +94,14 @@ class LiveRun:
             raise RunFailed(f"understudy {shlex.join(words)}: {done.stderr}")
         return done.stdout
 
-    def ask(self, question: str, **more: Any) -> tuple[str, str, float]:
-        """(id, text, seconds) of an answer."""
+    def ask(self, question: str, *, before: Sequence[str] = (), **more: Any) -> tuple[str, str, float]:
+        """(id, text, seconds) of an answer. `before`: what user and model have said, in turn."""
         began = time.monotonic()
-        answer = self.client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": question}], **more
-        )
+        said: list[Any] = [
+            {"role": ("user", "assistant")[place % 2], "content": text}
+            for place, text in enumerate((*before, question))
+        ]
+        answer = self.client.chat.completions.create(model="policy", messages=said, **more)
         return answer.id, answer.choices[0].message.content or "", time.monotonic() - began
 
     def say(self, response_id: str, **feedback: Any) -> None:

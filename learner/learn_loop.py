@@ -204,9 +204,13 @@ class LearnLoop:
         while (step := self.step + 1) <= self._schedule.run.steps:
             waited = time.monotonic()
             self.activity = "waiting"
+            if self._lessons is not None and self._lessons.was_taken(step):  # and is made again
+                await self._take_lesson(self._lessons, step=step)
+                continue
             batch = await self._sample()
-            if batch is None and self._is_lesson_due:
-                await self._take_lesson(step=step)
+            if self._lessons is not None and self._is_lesson_due:
+                self._is_lesson_due = False
+                await self._take_lesson(self._lessons, step=step)
                 continue
             if batch is None:
                 return
@@ -238,28 +242,29 @@ class LearnLoop:
             elif every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
 
-    async def _take_lesson(self, *, step: int) -> None:
+    async def _take_lesson(self, lessons: Lessons, *, step: int) -> None:
         """A step that learns demonstrations by SFT, and is a candidate."""
-        assert self._lessons is not None, "one is due"
-        self._is_lesson_due = False
         began = time.monotonic()
         await self._saved()
         self.activity = "updating"
-        if (figures := await self._lessons.take(step)) is None:
+        if (figures := await lessons.take(step)) is None:
             return
         await asyncio.wrap_future(self._ledger.commit_lesson(step=step, version=step))
-        self.step, self._done = step, max(step, self._done)
-        figures |= await self._publish()
-        await self._probe()
-        await self._pool.set_version(step, oldest=self._oldest)
-        figures |= self._out.more_figures() | {"time/step_s": time.monotonic() - began}
-        await asyncio.to_thread(self._out.tracker.log, step, figures)
+        is_new, self.step = step > self._done, step
+        if step >= self._done:
+            figures |= await self._publish()
+            await self._probe()
+            await self._pool.set_version(step, oldest=self._oldest)
+        if is_new:
+            self._done = step
+            figures |= self._out.more_figures() | {"time/step_s": time.monotonic() - began}
+            await asyncio.to_thread(self._out.tracker.log, step, figures)
         if self._users is not None:
             await self._offer(self._users, entropy=None)
         else:
             self._saving = asyncio.create_task(self._save(), name="save")
         await self._saved()
-        await self._lessons.end()
+        await lessons.end()
 
     async def _offer(self, users: Versions, *, entropy: float | None) -> None:
         """The newest version is a candidate. Where it is refused the learner goes back to what it was when the last was promoted;
@@ -368,7 +373,7 @@ class LearnLoop:
             penalty = {"reward/overlong": mean}
         users = self._users
         live: dict[str, Any] = (
-            {} if users is None else {"pace": users.pace, "has_gone_back": users.was_taken_back(self.step)}
+            {} if users is None else {"pace": users.pace(step), "has_gone_back": users.has_other_weights(self.step)}
         )
         async with self._asleep() as times:
             metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step, **live)

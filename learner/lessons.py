@@ -2,7 +2,8 @@
 
 `learner.learn_loop` waits for a lesson beside its batches, and makes a step of one. Invariants: a lesson is SFT of all that was
 watched, the newest `MOST`, weighed by what people have said of it by then; nothing of it is an RL batch; a lesson waits for new
-demonstrations also where the candidate that came of the one before is refused; what cannot be learned costs a lesson, not the run.
+demonstrations also where the candidate that came of the one before is refused; what cannot be learned costs a lesson, not the run;
+after a death of the learner a lesson is made again of what it was made of.
 """
 
 from __future__ import annotations
@@ -62,18 +63,24 @@ class Lessons:
         """Wait until there is enough to learn."""
         await self.watched.wait(self._learned + self.every)
 
+    def was_taken(self, step: int) -> bool:
+        """Whether this step was a lesson."""
+        return self._file(step).exists()
+
     async def take(self, step: int) -> dict[str, float] | None:
         """Learn, on ranks that nobody else uses meanwhile; its figures. None: nothing could be learned."""
         self._taken = self.watched.number
-        scores = {each.episode_id: each.score for each in await _of(self.ledger.session_scores())}
-        place = self.folder / f"lesson-{step}"
+        place, file = self.folder / f"lesson-{step}", self._file(step)
         if not (place / "checkpoints").is_dir():  # else it is the one that a death of ranks has cut short
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-        await asyncio.to_thread(self._write, place / "demonstrations.jsonl", scores)
+        if not self.was_taken(step):
+            scores = {each.episode_id: each.score for each in await _of(self.ledger.session_scores())}
+            await asyncio.to_thread(self._write, file, scores)
         try:
-            told = await self.teach(place / "demonstrations.jsonl", place)
+            told = await self.teach(file, place)
         except TaskError as error:
             self.say(f"nothing is learned of what was watched: {error}")
+            file.unlink()
             await self.end()
             return None
         await asyncio.to_thread(shutil.rmtree, place / "checkpoints", ignore_errors=True)
@@ -83,6 +90,9 @@ class Lessons:
         """What came of the lesson is kept, or refused: the next one waits for more."""
         self._learned = self._taken
         await asyncio.to_thread(_write, self.folder / "learned.json", self._learned)
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"lesson-{step}.jsonl"
 
     def _write(self, path: Path, scores: dict[str, float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

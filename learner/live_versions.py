@@ -166,7 +166,10 @@ class Versions:
         self._woken.set()
 
     async def published(self, folder: Path, *, version: int) -> None:
-        """The engines have a new version, whose adapter is in `folder`: it is kept. The first one is served."""
+        """The engines have a new version, whose adapter is in `folder`: it is kept. The first one is served. One that was judged
+        before a death of the learner, and is made again, stays as it was."""
+        if self._verdict(version) is not None:
+            return
         await until_written(
             partial(asyncio.to_thread, self._keep, folder, version), what=f"version {version}",
             folder=self._folder.parent, say=self._say,
@@ -185,6 +188,11 @@ class Versions:
         sessions. `episodes`: what it was trained on. None: the run ends before that is known."""
         parent = self.served
         assert parent is not None, "the first version was published"
+        if (verdict := self._verdict(version)) is not None:
+            self._tell(version, {"made_again": True})
+            if verdict and all(each["version"] != version for each in self._history):
+                await self._serve(version, why="gate")
+            return verdict
         about: dict[str, Any] = {"parent": parent, "sessions": list(episodes)}
         about |= {} if entropy is None else {"entropy": entropy}
         if self._compare is not None:
@@ -359,17 +367,25 @@ class Versions:
         """How many candidates there were, what was refused for what, and what the gate measured of the last one."""
         return self._figures
 
-    def was_taken_back(self, version: int) -> bool:
-        """Whether the learner, which had come to this version, went back from it: it was refused, or was served and is not now."""
-        state = self._about(version).get("state")
-        return state == "refused" or (state == "promoted" and self.served != version)
+    def has_other_weights(self, version: int) -> bool:
+        """Whether the learner, which had come to this version, has other weights than those that users were served as it: it was
+        refused, users were given an earlier one again, or it was made again, for which feedback may have changed."""
+        verdict = self._verdict(version)
+        is_earlier = self.served is not None and self.served < version
+        return verdict is False or (verdict is True and is_earlier) or "made_again" in self._about(version)
 
-    @property
-    def pace(self) -> float:
-        """The share of the learning rate with which the next candidate is trained: the same weights on much the same sessions would
-        make the same losing step again. Halved by each candidate that was refused for what it is, doubled by each promoted."""
+    def _verdict(self, version: int) -> bool | None:
+        """Whether it was promoted; None: it was not judged."""
+        return {"promoted": True, "refused": False}.get(self._about(version).get("state", ""))
+
+    def pace(self, version: int) -> float:
+        """The share of the learning rate with which this version is trained: the same weights on much the same sessions would
+        make the same losing step again. Halved by each candidate before it that was refused for what it is, doubled by each
+        promoted."""
         halvings = 0
         for each in self.list():
+            if each["version"] >= version:
+                break
             if each.get("state") == "promoted":
                 halvings = max(0, halvings - 1)
             elif each.get("refused_for") in TOO_FAR:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,12 +22,14 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
-from configs.schema import BufferConfig, CheckpointsConfig, RunConfig
+from configs.schema import BufferConfig, CheckpointsConfig, GateConfig, RunConfig
 from learner.agreement import Disagreement
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.lessons import Lessons
+from learner.live_versions import Versions
 from learner.recovery.restarts import MAX_IN_A_ROW, RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.run_metrics import History
@@ -66,7 +68,7 @@ class FakeRanks:
         self.told.append(("prepare", 0))
 
     async def load(self, folder: Path) -> None:
-        self.told.append(("prepare", int(folder.parent.name.partition("-")[2].partition("-")[0])))
+        self.told.append(("prepare", int(float(folder.parent.name.partition("-")[2].partition("-")[0]))))
 
     def _maybe_die(self, call: str) -> None:
         if self.dies_in[:1] == [call]:
@@ -78,9 +80,9 @@ class FakeRanks:
             await asyncio.sleep(0.01)
             self._maybe_die("idle")
 
-    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+    async def train_step(self, batch: TrainBatch, *, version: int, **live: Any) -> dict[str, float]:
         self._maybe_die("train_step")
-        self.told.append(("train", version, batch.group_ids))
+        self.told.append(("train", version, batch.group_ids, *live.items()))
         return dict(STEP)
 
     async def publish(self, folder: Path, *, base: str | None) -> list[Published]:
@@ -118,6 +120,10 @@ class FakeEngine:
     async def load_weights(self, folder: Path, *, version: int) -> float:
         assert version_of(folder) == version and (folder / "model.safetensors").is_file()
         self.calls.append(f"load {version}")
+        return 0.0
+
+    async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
+        self.calls.append(f"{role} {version}")
         return 0.0
 
     async def sleep(self) -> None:
@@ -159,6 +165,8 @@ async def learning(
     agreement: Any = None,
     schedule: Mapping[str, bool] | None = None,
     buffer: Mapping[str, Any] | None = None,
+    users: Callable[[FakeEngine], Versions] | None = None,
+    lessons: Callable[[FakeRanks], Lessons] | None = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     buffer_config = BufferConfig(**{"groups_per_step": 1, "group_size": 1, "max_policy_lag": LAG, **(buffer or {})})
@@ -175,6 +183,7 @@ async def learning(
     ranks: Any = FakeRanks(dies_in=list(dies_in))
 
     engine, weights = FakeEngine(), WeightSync(tmp_path)
+    versions = weights.earlier = None if users is None else users(engine)
     restart_limit, terminal = RestartLimit(), io.StringIO()
     learner = LearnerProcesses(ranks, restart_limit=restart_limit, first=ranks.first)
     started = started or asyncio.ensure_future(asyncio.sleep(0))
@@ -202,6 +211,8 @@ async def learning(
             validation=validation,
             checkpoint=checkpoint,
             agreement=agreement,
+            versions=versions,
+            lessons=None if lessons is None else lessons(ranks),
         )
         yield Setup(loop, ranks, ledger, pool, store, engine, terminal)
     pool.close()
@@ -437,6 +448,65 @@ async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "each step is reported once"
     assert lines[-1]["restarts/learner"] == 1.0
+    ledger.close()
+
+
+class Watched:
+    """Conversations with another model."""
+
+    number = 0
+
+    async def wait(self, number: int) -> None:
+        await until(lambda: self.number >= number)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        yield from ({"source": f"s{each}"} for each in range(self.number))
+
+
+@pytest.mark.seconds
+async def test_a_version_that_was_judged_before_the_learner_died_is_not_judged_again(tmp_path: Path) -> None:
+    """Of those that are made again, versions 2 (a lesson) and 3 (a batch), users have sessions already."""
+    ledger, watched = Ledger(None), Watched()
+    gate = GateConfig(every=1)
+
+    def users(engine: FakeEngine) -> Versions:
+        return Versions(tmp_path, engines=engine, ledger=ledger, gate=gate, tasks=None, say=print)
+
+    def lessons(ranks: FakeRanks) -> Lessons:
+        async def teach(file: Path, _: Path) -> dict[str, float]:
+            ranks.told.append(("lesson", len(file.read_text().splitlines())))
+            return {}
+
+        return Lessons(
+            tmp_path, watched=watched, ledger=ledger, every=2, weigh=lambda _: {"weight": 1.0}, teach=teach, say=print
+        )
+
+    groups = [make_ready(ledger, task=0)]
+    async with learning(tmp_path, ledger, users=users, lessons=lessons, steps=4) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        versions = setup.loop._users
+        assert versions is not None
+        await until(lambda: versions.served == 1 and any(one.position.step == 1 for one in setup.store.all()))
+        setup.ranks.dies_in.append("save")
+        watched.number = 2
+        await until(lambda: versions.served == 2 and "start" in setup.ranks.told)
+        watched.number = 3  # one more does not make the lesson another
+        await until(lambda: any(one.position.step == 2 for one in setup.store.all()))
+        setup.ranks.dies_in.append("save")
+        groups += [make_ready(ledger, task=1, version=2), make_ready(ledger, task=2, version=2)]
+        await running
+        told = [one for one in setup.ranks.told if one[0] in ("train", "lesson")]
+        assert told == [
+            ("train", 0, (groups[0],), ("pace", 1.0), ("has_gone_back", False)), ("lesson", 2), ("lesson", 2),
+            *[("train", 2, (groups[1],), ("pace", 1.0), ("has_gone_back", True))] * 2,
+            ("train", 3, (groups[2],), ("pace", 1.0), ("has_gone_back", True)),
+        ]  # fmt: skip
+        judged = [each for each in versions.list() if each["version"]]
+        assert [(each["state"], each["parent"]) for each in judged] == [("promoted", each) for each in range(4)]
+        assert [call for call in setup.engine.calls if call.startswith("served")] == [f"served {n}" for n in range(5)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "each step is reported once"
     ledger.close()
 
 

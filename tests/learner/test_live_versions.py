@@ -257,15 +257,52 @@ def test_what_an_operator_has_promoted_all_the_same_is_what_others_are_compared_
             await world.publish(0)
             assert not await world.offer(1)
             await world.versions.promote(1)
-            assert world.versions.pace == world.make().pace == 0.5
-            assert world.versions.was_taken_back(1) and not world.versions.was_taken_back(0)
+            assert world.versions.pace(9) == world.make().pace(9) == 0.5
+            assert world.versions.has_other_weights(1) and not world.versions.has_other_weights(0)
             assert await world.offer(2)
-            assert world.versions.pace == 1.0 and not world.versions.was_taken_back(2)
+            assert world.versions.pace(9) == 1.0 and not world.versions.has_other_weights(2)
             await world.versions.rollback()
-            assert world.versions.was_taken_back(2)
+            assert world.versions.has_other_weights(2)
 
     asyncio.run(main())
     assert world.about(2)["gate"]["against"] == 1
+
+
+def test_what_was_judged_and_is_made_again_stays_as_it_was(world):
+    """The learner died before its state was saved; it is trained again as fast as it was, and users have what they had."""
+
+    async def main():
+        async with playing(world.ledger, world.engines, {0: HALF, 1: [0.0] * 8, 2: HALF}):
+            await world.publish(0)
+            assert not await world.offer(1)
+            assert world.versions.pace(2) == 0.5
+            assert await world.offer(2)
+            for versions in (world.versions, world.make()):
+                known, files = versions.list(), sorted(versions._folder.rglob("*"))
+                assert (versions.pace(2), versions.pace(3)) == (0.5, 1.0)
+                for version, verdict in ((1, False), (2, True)):
+                    await versions.published(world.folder / "published-0", version=version)
+                    assert await versions.admit(version, episodes=[], entropy=None) is verdict
+                assert versions.has_other_weights(2), "feedback may have changed meanwhile"
+                assert [each | {"made_again": True} for each in known[1:]] == versions.list()[1:]
+                assert sorted(versions._folder.rglob("*")) == files and world.engines.served == [0, 2]
+
+    asyncio.run(main())
+    assert (world.folder / "versions" / "v2" / "adapter.bin").read_text() == "weights 2"
+
+
+def test_one_that_had_passed_when_the_run_died_is_served(world):
+    async def main():
+        async with playing(world.ledger, world.engines, {0: HALF, 1: HALF}):
+            await world.publish(0)
+            assert await world.offer(1)
+            (world.folder / "versions" / "served.json").write_text(
+                json.dumps({"version": 0, "history": [{"version": 0}]})
+            )
+            versions = world.make()
+            assert await versions.admit(1, episodes=[], entropy=None) and versions.served == 1
+
+    asyncio.run(main())
 
 
 def test_the_more_were_refused_the_surer_the_next_one_must_be(tmp_path):
@@ -280,9 +317,9 @@ def test_the_more_were_refused_the_surer_the_next_one_must_be(tmp_path):
             for version in (1, 2, 3, 4):
                 assert not await world.offer(version)
 
-    assert world.versions.pace == 1.0
+    assert world.versions.pace(9) == 1.0
     asyncio.run(main())
-    assert world.versions.pace == 1 / 16
+    assert world.versions.pace(9) == 1 / 16
     levels = [world.about(version)["gate"]["level"] for version in (1, 2, 3, 4)]
     assert levels == pytest.approx([0.05 / 2, 0.05 / 6, 0.05 / 12, 0.05 / 20])
     differences = [one - other for one, other in zip(noisy, HALF, strict=True)]
