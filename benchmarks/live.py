@@ -15,8 +15,7 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 - two_users: two users wish the opposite at once, each with an adapter of its own. `wish_of_ann`, `wish_of_bob`: share of the last
   64 answers as each wished.
 - kills: learner, engine (while it plays the gate's tasks), judge and the other model are killed in turn while users go on.
-  `failed_requests`, of `requests`; `sessions_cut`: those that the other model had begun, and that it was killed in: they go on with it
-  alone.
+  `failed_requests`, of `requests`; `sessions_cut`: requests of sessions that the other model had begun, which go on with it alone.
 - wishes: the model has learned to read first (`benchmarks.live_wishes`). Users give scores; words alone, of answers that are not as
   they wish; or both. `words_vs_scores`: sessions to 0.8 with words over those with scores; `hard_scores_vs_scores`: with scores
   that train as many epochs of as small a batch as words do. `guarded_`: the alphabet is the gate's, and the KL larger. Of each
@@ -172,18 +171,17 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
         "serve.upstream.terms_allow_learning=true", "serve.upstream.share=0.5",
     ]  # fmt: skip
     with LiveRun(folder, f"kills-{seed}", *TINY, *words, f"run.seed={seed}") as run:
-        ended = threading.Event()
-        count = [0]
+        ended, count = threading.Event(), 0
 
         def use(number: int) -> None:
-            nonlocal cut
+            nonlocal cut, count
             while not ended.is_set():
                 text = ""
                 try:
                     name, text, _ = run.ask(QUESTIONS[number % 4])
                     run.say(name, score=has_m(text))
                     run.ask("Thanks.", before=[QUESTIONS[number % 4], text])
-                    count[0] += 2
+                    count += 2
                 except (openai.OpenAIError, httpx.HTTPError) as error:
                     if text == UPSTREAM_SAYS and "serve.upstream" in str(error):
                         cut += 1
@@ -210,17 +208,10 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
         killed = dict[str, int]()
         with ThreadPoolExecutor(4) as users:
             using = [users.submit(use, number) for number in range(4)]
-            while (
-                _versions(run)["served"] < 1
-            ):  # a version has passed: the policy answers where the other model does not
+            while _versions(run)["served"] < 1:  # then the policy answers where the other model does not
                 until_two_steps()
-            for what in (
-                "rank",
-                "EngineCore",
-                "rank",
-                "EngineCore",
-            ):  # the gate's tasks are played by the run, on its engine
-                if what == "EngineCore":
+            for what in ("rank", "EngineCore") * 2:
+                if what == "EngineCore":  # on which the gate's tasks are played
                     until_at_the_gate()
                 killed[what] = killed.get(what, 0) + kill(what)
                 until_two_steps()
@@ -230,13 +221,13 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
                 model.start()
                 until_two_steps()
             ended.set()
-            for one in using:
-                one.result()
+            for each in using:
+                each.result()
         steps = run.steps
     return {
         "failed_requests": len(failed),
         "sessions_cut": cut,
-        "requests": count[0],
+        "requests": count,
         "killed": killed,
         "failures": failed[:5],
         "updates_in_all": len(steps),

@@ -343,20 +343,18 @@ def _learner_steps(model: str, *, saved: str, lora: dict[str, Any] | None, addre
     }  # fmt: skip
 
 
-def pass_s(policy: Policy, sequences: Sequences) -> float:
-    """CPU time of one pass forth and back over all rows."""
-    began = time.process_time()
-    policy.zero_grad()
-    for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=TOKEN_BUDGET):
-        policy(sequences.micro_batch(piles[0], device=torch.device("cpu")), temperature=1.0).logprobs.sum().backward()
-    return time.process_time() - began
-
-
 def passes_s(policy: Policy, ways: Mapping[str, Sequences], *, repeats: int) -> dict[str, list[float]]:
-    """Of each way: passes in turn, in CPU seconds of a single thread, so that what others do on the machine counts little."""
+    """Of each way: passes forth and back over all rows, in turn, in CPU seconds of a single thread, so that what others do on the
+    machine counts little. The first turn warms up."""
     torch.set_num_threads(1)
-    turns = [{way: pass_s(policy, sequences) for way, sequences in ways.items()} for _ in range(repeats + 1)]
-    return {way: [turn[way] for turn in turns[1:]] for way in ways}  # the first one warms up
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for way, rows in [*ways.items()] * (repeats + 1):
+        began = time.process_time()
+        policy.zero_grad()
+        for piles in rows.plan(range(len(rows.ids)), num_ranks=1, token_budget=TOKEN_BUDGET):
+            policy(rows.micro_batch(piles[0], device=torch.device("cpu")), temperature=1.0).logprobs.sum().backward()
+        taken[way].append(time.process_time() - began)
+    return {way: each[1:] for way, each in taken.items()}
 
 
 def passes_cost(*, repeats: int, model: dict[str, Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class LearnLoop:
         self._saved_at: dict[int, Checkpoint] = {}
         """Step -> the checkpoint that was saved there."""
         self._is_lesson_due = False
+        self._comes_batch_first = False
+        """There was a lesson: a batch that is ready comes before the next one, which may be due already."""
         self._stopped = False
         self.activity = "starting"
         """What the learner does now: starting, waiting (for groups), updating, or saving."""
@@ -245,6 +247,7 @@ class LearnLoop:
     async def _take_lesson(self, lessons: Lessons, *, step: int) -> None:
         """A step that learns demonstrations by SFT, and is a candidate."""
         began = time.monotonic()
+        self._comes_batch_first = True
         await self._saved()
         self.activity = "updating"
         if (figures := await lessons.take(step)) is None:
@@ -334,8 +337,8 @@ class LearnLoop:
         num_groups = buffer.groups_per_step
         if self._stopped:
             return None
-        if self._num_again:
-            self._num_again -= 1
+        if self._num_again or self._comes_batch_first:
+            self._num_again, self._comes_batch_first = max(0, self._num_again - 1), False
             batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version, replay=replay))
             if batch is not None:
                 return batch

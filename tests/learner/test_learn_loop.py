@@ -463,24 +463,46 @@ class Watched:
         yield from ({"source": f"s{each}"} for each in range(self.number))
 
 
-@pytest.mark.seconds
-async def test_a_version_that_was_judged_before_the_learner_died_is_not_judged_again(tmp_path: Path) -> None:
-    """Of those that are made again, versions 2 (a lesson) and 3 (a batch), users have sessions already."""
-    ledger, watched = Ledger(None), Watched()
-    gate = GateConfig(every=1)
+def live_parts(
+    folder: Path, ledger: Ledger, watched: Watched, *, more: int = 0
+) -> tuple[Callable[[FakeEngine], Versions], Callable[[FakeRanks], Lessons]]:
+    """Of a live run: versions without a gate, and lessons of two conversations; `more`: come during each of them."""
 
     def users(engine: FakeEngine) -> Versions:
-        return Versions(tmp_path, engines=engine, ledger=ledger, gate=gate, tasks=None, say=print)
+        return Versions(folder, engines=engine, ledger=ledger, gate=GateConfig(every=1), tasks=None, say=print)
 
     def lessons(ranks: FakeRanks) -> Lessons:
         async def teach(file: Path, _: Path) -> dict[str, float]:
             ranks.told.append(("lesson", len(file.read_text().splitlines())))
+            watched.number += more
             return {}
 
         return Lessons(
-            tmp_path, watched=watched, ledger=ledger, every=2, weigh=lambda _: {"weight": 1.0}, teach=teach, say=print
+            folder, watched=watched, ledger=ledger, every=2, weigh=lambda _: {"weight": 1.0}, teach=teach, say=print
         )
 
+    return users, lessons
+
+
+async def test_lessons_that_are_always_due_leave_every_other_step_to_batches(tmp_path: Path) -> None:
+    ledger, watched = Ledger(None), Watched()
+    users, lessons = live_parts(tmp_path, ledger, watched, more=2)
+    watched.number = 2
+    for task in range(3):
+        make_ready(ledger, task=task)
+    async with learning(tmp_path, ledger, users=users, lessons=lessons, steps=6) as setup:
+        setup.ranks.gate.set()
+        await setup.loop.run()
+        kinds = [one[0] for one in setup.ranks.told if one[0] in ("train", "lesson")]
+        assert kinds in (["train", "lesson"] * 3, ["lesson", "train"] * 3)
+    ledger.close()
+
+
+@pytest.mark.seconds
+async def test_a_version_that_was_judged_before_the_learner_died_is_not_judged_again(tmp_path: Path) -> None:
+    """Of those that are made again, versions 2 (a lesson) and 3 (a batch), users have sessions already."""
+    ledger, watched = Ledger(None), Watched()
+    users, lessons = live_parts(tmp_path, ledger, watched)
     groups = [make_ready(ledger, task=0)]
     async with learning(tmp_path, ledger, users=users, lessons=lessons, steps=4) as setup:
         setup.ranks.gate.set()
