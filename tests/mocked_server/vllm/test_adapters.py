@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings
+from tests.support.patience import begun
 from tests.support.served_models import LONG, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.engine
@@ -113,15 +115,7 @@ def test_a_generation_ends_under_the_adapter_it_began_with(
 
     async def load_midway() -> tuple[Any, Any]:
         await engine.load_weights(first, version=1)
-        seen, halfway = [0], asyncio.Event()
-
-        def on_token() -> None:
-            seen[0] += 1
-            if seen[0] == 20:
-                halfway.set()
-
-        running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=on_token))
-        await halfway.wait()
+        running = await begun(partial(generate, engine, LONG, seed=1))
         await engine.load_weights(second, version=2)
         later = await generate(engine, 100, seed=2)  # beside the first one, in the same steps
         assert not running.done(), "the first generation must still run for this to show anything"
@@ -141,10 +135,8 @@ def test_old_adapters_go_unless_they_are_used_and_those_outlive_their_folder(
     folders = [make(number) for number in range(3, 9)]
 
     async def load_all() -> tuple[Any, set[int]]:
-        began = asyncio.Event()
         await engine.load_weights(folders[0], version=3)
-        running = asyncio.create_task(generate(engine, LONG, seed=3, on_token=began.set))
-        await began.wait()
+        running = await begun(partial(generate, engine, LONG, seed=3))
         shutil.copytree(folders[0], tmp_path / "copy")
         for number, folder in enumerate(folders[1:], start=4):
             shutil.rmtree(folders[0], ignore_errors=True)  # as the next version's publication does

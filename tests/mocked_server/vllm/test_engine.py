@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.process import engine_health
 from mocked_server.vllm.process.engine_health import STOPPED
 from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, begun
 from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
@@ -89,17 +90,7 @@ def test_weights_change_under_a_running_request_and_each_token_names_its_version
     engine = rollout.engine
 
     async def swap_midway():
-        seen = 0
-        halfway = asyncio.Event()
-
-        def on_token():
-            nonlocal seen
-            seen += 1
-            if seen == 20:
-                halfway.set()
-
-        running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=on_token))
-        await halfway.wait()
+        running = await begun(partial(generate, engine, LONG, seed=1))
         await engine.load_weights(other_model, version=1)
         return await running
 
