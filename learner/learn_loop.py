@@ -206,7 +206,7 @@ class LearnLoop:
         while (step := self.step + 1) <= self._schedule.run.steps:
             waited = time.monotonic()
             self.activity = "waiting"
-            if self._lessons is not None and self._lessons.was_taken(step):  # and is made again
+            if not self._stopped and self._lessons is not None and self._lessons.was_taken(step):  # and is made again
                 await self._take_lesson(self._lessons, step=step)
                 continue
             batch = await self._sample()

@@ -26,6 +26,7 @@ from learner.live_versions import Compared
 
 MOST = 1000
 """Demonstrations in one lesson."""
+DEMONSTRATIONS = "demonstrations.jsonl"
 
 
 class Watched(Protocol):
@@ -64,35 +65,36 @@ class Lessons:
         await self.watched.wait(self._learned + self.every)
 
     def was_taken(self, step: int) -> bool:
-        """Whether this step was a lesson."""
+        """Whether this step is a lesson that has begun, and of which nothing is saved yet."""
         return self._file(step).exists()
 
     async def take(self, step: int) -> dict[str, float] | None:
         """Learn, on ranks that nobody else uses meanwhile; its figures. None: nothing could be learned."""
         self._taken = self.watched.number
-        place, file = self.folder / f"lesson-{step}", self._file(step)
-        if not (place / "checkpoints").is_dir():  # else it is the one that a death of ranks has cut short
+        file = self._file(step)
+        place = file.parent
+        if not file.exists():  # else it is the one that a death of ranks has cut short
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-        if not self.was_taken(step):
             scores = {each.episode_id: each.score for each in await _of(self.ledger.session_scores())}
             await asyncio.to_thread(self._write, file, scores)
         try:
             told = await self.teach(file, place)
         except TaskError as error:
             self.say(f"nothing is learned of what was watched: {error}")
-            file.unlink()
             await self.end()
             return None
         await asyncio.to_thread(shutil.rmtree, place / "checkpoints", ignore_errors=True)
         return told
 
     async def end(self) -> None:
-        """What came of the lesson is kept, or refused: the next one waits for more."""
+        """What came of the lesson is saved: the next one waits for more, and its copy of what was watched goes."""
+        for file in self.folder.glob(f"lesson-*/{DEMONSTRATIONS}"):
+            file.unlink()
         self._learned = self._taken
         await asyncio.to_thread(_write, self.folder / "learned.json", self._learned)
 
     def _file(self, step: int) -> Path:
-        return self.folder / f"lesson-{step}.jsonl"
+        return self.folder / f"lesson-{step}" / DEMONSTRATIONS
 
     def _write(self, path: Path, scores: dict[str, float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -128,7 +128,9 @@ def clean_up(run: Path, forgotten: Forgotten) -> Iterator[str]:
     """Take what was forgotten out of the other files of a run's folder; lines on what was trained on it, and on what may hold
     it."""
     named = {*forgotten.episodes}
-    number = drop_lines(run / TRACES, episodes=named) + drop_lines(run / WATCHED, episodes=named)
+    watched = Path(WATCHED)
+    files = [run / TRACES, *(run / watched.parent).rglob(watched.name)]  # those of a lesson too
+    number = sum(drop_lines(path, episodes=named) for path in files)
     for name in named:
         (run / WATCHED).with_name(f"{name}.jsonl").unlink(missing_ok=True)
     copies = sorted(path for path in run.rglob("*.json") if path.name.partition(".")[0] in named)

@@ -201,12 +201,14 @@ class Watching:
         for name in episodes:
             self._seen.pop(name, None)
             (self.folder / f"{name}.jsonl").unlink(missing_ok=True)
-        path = self.folder / DEMONSTRATIONS
-        kept = [row for row in lines_of(path) if row["source"] not in episodes]
-        if len(kept) < self.number:
-            with replacing(path) as scratch:
-                scratch.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            self.number = len(kept)
+        for path in self.folder.rglob(DEMONSTRATIONS):  # those of a lesson too
+            rows = list(lines_of(path))
+            kept = [row for row in rows if row["source"] not in episodes]
+            if len(kept) < len(rows):
+                with replacing(path) as scratch:
+                    scratch.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            if path.parent == self.folder:
+                self.number = len(kept)
 
     # What is learned
 

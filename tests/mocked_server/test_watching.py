@@ -4,6 +4,7 @@ what is recorded, what is learned, and what never is."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -475,10 +476,14 @@ def test_what_was_watched_is_forgotten_with_its_session(live: Live) -> None:
         )
         if name != "plum":  # which lies in a file of its own until it is silent
             assert len(live.demonstrations(1 + (name == "pear"))) == 1 + (name == "pear")
+    lesson = live.run / FOLDER / "lesson-1" / DEMONSTRATIONS  # under way
+    lesson.parent.mkdir()
+    shutil.copy(live.run / FOLDER / DEMONSTRATIONS, lesson)
     sessions = live.server.sessions
     assert sessions is not None
     for name in ("apple", "plum"):
         live.call(sessions.forget(session=name))
+    assert "pear" in lesson.read_text()
     held = [path for path in live.run.rglob("*.jsonl") if "apple" in path.read_text() or "plum" in path.read_text()]
     assert held == []
     assert [line["messages"][0]["content"] for line in live.demonstrations(1)] == ["pear"]

@@ -266,6 +266,8 @@ def test_the_command_forgets_in_the_files_beside_the_ledger_and_names_what_was_t
     watched.mkdir()
     rows = [json.dumps({"source": name, "messages": []}) + "\n" for name in ("ann-0", "ann-01")]
     (watched / "demonstrations.jsonl").write_text("".join(rows))
+    (watched / "lesson-3").mkdir()
+    (watched / "lesson-3" / "demonstrations.jsonl").write_text("".join(rows))
     (watched / "ann-0.jsonl").write_text(WORDS)
     (path.parent / "atif").mkdir()
     for name in ("ann-0.json", "ann-0.1.json", "bob-0.json"):
@@ -279,8 +281,10 @@ def test_the_command_forgets_in_the_files_beside_the_ledger_and_names_what_was_t
     assert run("forget", path.parent, "--session", "ann-0") == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("forgotten: 1 episodes, 1 rounds (8 sampled tokens), 1 words of feedback; 0 episodes")
-    assert told[1] == "removed: 2 lines of traces.jsonl and watched/demonstrations.jsonl, 2 exported conversations"
-    assert (watched / "demonstrations.jsonl").read_text() == rows[1] and not (watched / "ann-0.jsonl").exists()
+    assert told[1] == "removed: 3 lines of traces.jsonl and watched/demonstrations.jsonl, 2 exported conversations"
+    assert [path.read_text() for path in watched.rglob("demonstrations.jsonl")] == [rows[1]] * 2 and not (
+        watched / "ann-0.jsonl"
+    ).exists()
     assert "step 1: their weights were made with it: version 1, version 2, checkpoints/step-000001;" in told[2]
     assert told[2].endswith("the newest without it: version 0") and "rows.parquet" in told[3]
     assert (path.parent / "traces.jsonl").read_text() == f"{other}\n"
