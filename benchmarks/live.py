@@ -148,10 +148,9 @@ class OtherModel:
         self._process = get_context("spawn").Process(target=_answer, args=(self._text, self._port), daemon=True)
         self._process.start()
 
-    def kill(self) -> int:
+    def kill(self) -> None:
         self._process.kill()
         self._process.join()
-        return 1
 
 
 def _answer(text: str, port: int) -> None:
@@ -195,11 +194,6 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
                     child.kill()
             return len(found)
 
-        def until_at_the_gate() -> None:
-            deadline = time.monotonic() + 120
-            while _versions(run)["versions"][-1]["state"] != "candidate" and time.monotonic() < deadline:
-                time.sleep(0.01)
-
         def until_two_steps() -> None:
             steps, deadline = len(run.steps), time.monotonic() + 120
             while len(run.steps) < steps + 2 and time.monotonic() < deadline:
@@ -211,12 +205,14 @@ def kills(folder: Path, seed: int, most: int) -> dict[str, Any]:
             while _versions(run)["served"] < 1:  # then the policy answers where the other model does not
                 until_two_steps()
             for what in ("rank", "EngineCore") * 2:
-                if what == "EngineCore":  # on which the gate's tasks are played
-                    until_at_the_gate()
+                until = time.monotonic() + 120 * (what == "EngineCore")  # it plays a candidate's tasks
+                while _versions(run)["versions"][-1]["state"] != "candidate" and time.monotonic() < until:
+                    time.sleep(0.01)
                 killed[what] = killed.get(what, 0) + kill(what)
                 until_two_steps()
             for name, model in (("judge", judge), ("upstream", upstream)):
-                killed[name] = model.kill()
+                killed[name] = 1
+                model.kill()
                 until_two_steps()
                 model.start()
                 until_two_steps()
