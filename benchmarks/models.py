@@ -4,7 +4,7 @@
 `benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
 with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
 from that folder (`learner_steps`), against transformers' own forward of what was read and of what was saved, this
-environment's and that of `--transformers4`. A run that is refused is begun again with each of `NEEDS`. The file is
+environment's and that of `--transformers4`. A run that is refused is begun again with `TEXT_ONLY`. The file is
 written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
 
 Invariant: whatever a family does ends as a record. It judges no refusal: which ones are faults of ours, people say.
@@ -35,6 +35,7 @@ from benchmarks.families import FAMILIES, make_family
 from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, run_to_end
 from benchmarks.learner_sides import make_trainer, stem_rows
 from benchmarks.rivals.read_folder import read
+from configs.model_folder import sees
 from configs.tiny_model import make_tiny_model
 from learner.model.load import load_policy
 from learner.model.policy import Policy
@@ -54,11 +55,8 @@ RUN = (
 )  # fmt: skip
 """A small run. Its scores are all 0: the entropy's gradient moves the weights, by more than two sides may differ."""
 TEXT_ONLY = "rollout.engine_args={language_model_only: true}"
-NEEDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gemma3_vl", "qwen2_5_vl", "qwen3_5_moe_vl", "qwen3_5_vl", "qwen3_vl", "smolvlm"), (TEXT_ONLY,)),
-}
-"""What a family is given when a run without it is refused: the folders of models that see have no image processor here. Number
-formats and prefix caching are never given: a run takes by itself what vLLM's CPU kernels have."""
+"""What a model that sees is given when a run without it is refused: its folder has no image processor. Nothing else is given: a run
+takes by itself what vLLM's CPU kernels have."""
 WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
 """What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
 MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}
@@ -110,9 +108,7 @@ def sentence(output: str) -> str:
 
 def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
     """The first run that is not refused, resumed; else the last refusal."""
-    given: tuple[str, ...] = ()
-    for needed in ((), *((each,) for each in NEEDS.get(name, ()))):
-        given = (*given, *needed)
+    for given in [[], [TEXT_ONLY]][: 1 + sees(model)]:
         words = [*RUN, *given, f"model.path={model}", f"run.dir={work.folder / 'runs'}", f"run.name={name}"]
         end, output = work.start(["-m", "learner.run", *words], name="run")
         if end in ("ok", "too slow"):
@@ -121,10 +117,12 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
     used, log = (
         path.read_text(errors="replace") if path.is_file() else "" for path in (folder / CONFIG, folder / "log.txt")
     )
+    settings = yaml.safe_load(used) or {}
     found: dict[str, Any] = {
         "end": end,
-        "given": list(given),
-        "dtype": yaml.safe_load(used)["model"]["dtype"] if used else "",
+        "given": given,
+        "dtype": settings["model"]["dtype"] if used else "",
+        "router_replay": bool(used) and settings["learner"].get("router_replay", False),
         "other_class": OTHER_CLASS in output + log,
         "layout": "".join(re.findall(r"rows of .* are .*", output + log)[:1]).strip(),
     }
@@ -255,9 +253,8 @@ def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
     installed = {each.name: each.version for each in distributions()}
     settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
     told = {"settings": settings, **cost}
-    if "padded" in cost:
+    if cost:
         told["padded_cost"] = cost["padded"]["padded_cost"]
-    if "hybrids" in cost:
         told["tree_speedup_hybrid"] = min(each["speedup"] for each in cost["hybrids"].values())
 
     def figures() -> dict[str, Any]:

@@ -43,9 +43,7 @@ class Disagreement(UnderstudyError):
 class Engines(Protocol):
     """`mocked_server.fleet.engine_fleet.EngineFleet`."""
 
-    async def probe(
-        self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
-    ) -> dict[str, tuple[list[int], list[float]]]: ...
+    async def probe(self, prompt_token_ids: Sequence[int], *, params: Any, role: str = "") -> Mapping[str, Any]: ...
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]: ...
 
 
@@ -84,8 +82,8 @@ class Agreement:
         params = self.sampling(tokens=tokens, temperature=rollout.temperature)
         for role in self.roles or ("",):
             probed = await self.engines.probe(prompt, params=params, role=role)
-            for name, (ids, sampled) in probed.items():
-                computed = await ranks.logprobs_of(ids, last=len(sampled), role=role)
+            for name, (ids, sampled, experts) in probed.items():
+                computed = await ranks.logprobs_of(ids, last=len(sampled), role=role, experts=experts)
                 difference = float(np.abs(np.subtract(sampled, computed)).mean())
                 if not difference <= self.most:
                     where = await self._where(name, ranks=ranks, prompt=prompt, role=role)

@@ -207,35 +207,36 @@ def with_model_needs(config: Config) -> Config:
     from buffers.errors import UnderstudyError
     from configs.model_folder import LATENT, half_precision_kind, has_experts, has_mamba2
 
-    folder, model = Path(config.model.path), config.model
-    kind, adapts = half_precision_kind(folder), config.learner.lora.rank > 0 and has_experts(folder)
-    if not (kind or adapts or has_mamba2(folder)) or config.rollout.engine != "vllm":
+    folder, model, learner = Path(config.model.path), config.model, config.learner
+    kind, mixes = half_precision_kind(folder), has_experts(folder)
+    if not (kind or mixes or has_mamba2(folder)) or config.rollout.engine != "vllm":
         return config
     from mocked_server.vllm.engine_arguments import has_gpu, loses_prefix_cache
 
-    if adapts and not has_gpu():
+    if learner.lora.rank > 0 and mixes and not has_gpu():
         raise UnderstudyError(
             f"learner.lora.rank must be 0 for {folder} on a machine without a GPU, where vLLM has no kernels for adapters in a "
-            f"mixture of experts, got {config.learner.lora.rank}; leave it out, or train on a GPU"
+            f"mixture of experts, got {learner.lora.rank}; leave it out, or train on a GPU"
         )
     if loses_prefix_cache(folder, config.rollout.engine_args):
         print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
     given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}
-    if (
-        not kind
-        or model.dtype != "float32"
-        or (has_gpu() and kind != LATENT)
-        or given.get("model_impl") == "transformers"
-    ):
-        return config  # transformers' classes compute latent attention in any number format
-    where = "a GPU" if has_gpu() else "a CPU"
-    if "dtype" in model.model_fields_set:
-        raise UnderstudyError(
-            f"model.dtype must be bfloat16 for {folder} on {where}, where vLLM has kernels for {kind} in half "
-            f"precision only, got float32; leave it out, or set model.dtype=bfloat16"
-        )
-    print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on {where}")
-    return config.model_copy(update={"model": model.model_copy(update={"dtype": "bfloat16"})})
+    if given.get("model_impl") == "transformers":
+        return config  # transformers' classes compute latent attention in any number format, and record no experts
+    if kind and model.dtype == "float32" and (not has_gpu() or kind == LATENT):
+        where = "a GPU" if has_gpu() else "a CPU"
+        if "dtype" in model.model_fields_set:
+            raise UnderstudyError(
+                f"model.dtype must be bfloat16 for {folder} on {where}, where vLLM has kernels for {kind} in half "
+                f"precision only, got float32; leave it out, or set model.dtype=bfloat16"
+            )
+        print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on {where}")
+        model = model.model_copy(update={"dtype": "bfloat16"})
+    records = mixes and model.dtype == "bfloat16" and kind != LATENT and not has_gpu()
+    if records and "router_replay" not in learner.model_fields_set:
+        print("understudy: learner.router_replay=true, as in bfloat16 routers near a tie choose other experts")
+        learner = learner.model_copy(update={"router_replay": True})
+    return config.model_copy(update={"model": model, "learner": learner})
 
 
 def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:

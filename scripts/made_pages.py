@@ -163,23 +163,17 @@ through the whole product on a CPU: `python -m benchmarks.models`, {date},
 {versions}.
 `make docs` writes this page. No real checkpoint is among them.
 
-How it was played: Qwen3.5 and the models that see ran beside a patched copy of torchvision 0.28.0, without its compiled operators,
-which no product code has: PyPI's build does not load beside a torch for the CPU, and without torchvision these runs are refused.
-Models that see ran as models of text (`language_model_only`), for their folders have no image processor. Families were played on
-several commits; those that a tighter bound in float32 refuses were played again with it on 2026-11-29. Beside other work, twice as
-much as the machine has cores, a Qwen3.5-MoE-like model in bfloat16 differed by 0.4 and 0.6 nats on average, alone by 0.05 to 0.07;
-a Qwen3-Next-like one met the bound of 0.15 after its resume. The cause is not known.
+Qwen3.5 and the models that see ran beside a patched torchvision 0.28.0, without its compiled operators: PyPI's build does not load
+beside a torch for the CPU, and without one they are refused. Models that see ran as models of text, without image processors.
 
 - *rows*: packed, what they share computed once; or beside one another, where the model mixes rows in any other way.
 - *engine*: largest and mean difference of a log-probability, in nats, between what vLLM recorded and the learner computed, over two
   steps and a third after `--resume auto`, on an engine that started from the saved folder. Right is at most 1e-4 (largest) in
-  float32, 0.15 (mean) in bfloat16. The large single differences of mixtures of experts in bfloat16 come from routers near a tie
-  that round another way: in Qwen3.5-MoE- and Qwen3-Next-like models 9 of the 10 largest stand where bfloat16 chooses other experts
-  than float32 (at 6 and 12 % of the places), and with float32's experts forced 1.8 and 1.0 nats become 0.34 and 0.35, where a dense
-  Qwen3.5 has 0.20 (the learner against itself, 400 tokens). In a run `learner.router_replay` forces the engine's choice.
-- *with*: what a run was given because one without it is refused. By itself it took *bfloat16*, where vLLM's CPU kernels have
-  nothing else (latent attention, gated delta nets), no prefix caching with Mamba-2, and as *other class* vLLM's transformers
-  backend; a line at the start says each.
+  float32, 0.15 (mean) in bfloat16. There a router near a tie rounds another way, and the token uses other experts: where it is a
+  mark of the template, which each turn has, a version of a Qwen3.5-MoE-like model differed by 0.2 to 0.7 nats on average (2 of 60
+  runs). So a run on a CPU forces the engine's experts (`learner.router_replay`): 0.02 to 0.03, that version among them (4 runs).
+- *with*: what a run was given because one without it is refused, and what it took by itself: *bfloat16*, where vLLM's CPU kernels
+  have nothing else, with experts *router replay*, and as *other class* vLLM's transformers backend; a line at the start says each.
 - *learner*: largest difference to transformers' own forward, float32, of the folder that was read and, after two more steps, of the
   one that was saved.
 - *transformers 4*: that of version 4.57 from the learner, of the saved folder. *Reads another model*: before training as well;
@@ -212,8 +206,12 @@ def engine(run: Mapping[str, Any] | None) -> str:
 def given(run: Mapping[str, Any]) -> str:
     """Settings without which a run is refused, and the class that it took."""
     settings = [f"`{each}`" for each in run.get("given", ())] if "steps" in run else []
-    half = ["bfloat16"] if run.get("dtype") == "bfloat16" and not any("bfloat16" in each for each in settings) else []
-    return ", ".join([*settings, *half, *(["other class"] if run.get("other_class") else [])])
+    own = {
+        "bfloat16": run.get("dtype") == "bfloat16",
+        "router replay": run.get("router_replay"),
+        "other class": run.get("other_class"),
+    }
+    return ", ".join([*settings, *(name for name, is_taken in own.items() if is_taken)])
 
 
 def computed(part: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffers.records import TrainBatch
-from configs.model_folder import half_precision_kind
+from configs.model_folder import half_precision_kind, has_experts
 from configs.schema import Config
 
 # How far a recorded log-probability may be from the learner's: what rounding explains, by number format.
@@ -55,6 +55,8 @@ def drift_remedy(config: Config) -> str:
         return f"start the server with {FLOAT32_HEAD}, or model.dtype=float32 on both sides, or {arguments}"
     if config.rollout.engine == "vllm" and "model_impl" not in config.rollout.engine_args:
         arguments = f"{arguments}, or set {OTHER_CLASS}, where vLLM's own class of the model computes something else"
+    if dtype == "bfloat16" and not config.learner.router_replay and has_experts(Path(config.model.path)):
+        arguments = f"set learner.router_replay=true, or {arguments}"
     if dtype == "bfloat16":
         other = "" if half_precision_kind(Path(config.model.path)) else "model.dtype=float32, or "
         return f"{other}{arguments}"

@@ -167,9 +167,9 @@ class LearnerRanks:
     load = _called(Trainer.load)
     versions = _called(RoleTrainer.versions)
 
-    async def logprobs_of(self, ids: Sequence[int], *, last: int, role: str = "") -> list[float]:
+    async def logprobs_of(self, ids: Sequence[int], *, role: str = "", **given: Any) -> list[float]:
         """See `Trainer.logprobs_of`, or with a `role` `RoleTrainer.logprobs_of`."""
-        found: list[float] = (await self._all("logprobs_of", ids, last=last, **({"role": role} if role else {})))[0]
+        found: list[float] = (await self._all("logprobs_of", ids, **given, **({"role": role} if role else {})))[0]
         return found
 
     async def _stored(self, argument: Any) -> Any:

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
-from buffers.records import Row, TrainBatch
+from buffers.records import Row, TrainBatch, UInt16
 from configs.child_processes import give_memory_back
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
@@ -380,11 +380,11 @@ class Trainer:
         prompt: list[int] = rng.choice(plain_tokens(config), length).tolist()
         return prompt
 
-    def logprobs_of(self, ids: Sequence[int], *, last: int) -> list[float]:
-        """Log-probabilities of the last tokens of a row. All ranks call this."""
+    def logprobs_of(self, ids: Sequence[int], *, last: int, experts: UInt16 | None = None) -> list[float]:
+        """Log-probabilities of the last tokens of a row, which an engine has computed with `experts`. All ranks call this."""
         mask = np.zeros(len(ids), dtype=np.uint8)
         mask[-last:] = 1
-        row = Sequences([np.array(ids, dtype=np.int32)], masks=[mask])
+        row = Sequences([np.array(ids, dtype=np.int32)], masks=[mask], experts=[experts])
         logprobs: list[float] = self._sweep(row if self.layout.packs else PaddedSequences(row), critic=False)[
             0
         ].tolist()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
+from buffers.records import UInt16
 from mocked_server.fleet.member import (
     AdapterEngine,
     EngineFigures,
@@ -255,9 +256,9 @@ class EngineFleet:
 
     async def probe(
         self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
-    ) -> dict[str, tuple[list[int], list[float]]]:
+    ) -> dict[str, tuple[list[int], list[float], UInt16 | None]]:
         """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
-        samples: dict[str, tuple[list[int], list[float]]] = {}
+        samples: dict[str, tuple[list[int], list[float], UInt16 | None]] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):
                 samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
+import numpy as np
+
 from buffers.errors import EngineError
+from buffers.records import UNKNOWN_EXPERT, UInt16
 from buffers.wire.rpc import known_error
 
 ADAPTER_OF = "adapter_of"
@@ -160,11 +163,12 @@ class AdapterEngine(Protocol):
 
 async def probe(
     engine: FleetEngine, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
-) -> tuple[list[int], list[float]]:
-    """The prompt with what was sampled after it, and that one's log-probabilities. The second half is a request of its
-    own: it finds the first one's keys and states in the engine's cache. Raises EngineLost, RequestRefused, RequestFailed."""
+) -> tuple[list[int], list[float], UInt16 | None]:
+    """The prompt with what was sampled after it, that one's log-probabilities, and all experts, as in `Row`. The second half is a
+    request of its own: it finds the first one's keys and states in the engine's cache. Raises EngineLost, RequestRefused,
+    RequestFailed."""
     extra: dict[str, Any] = {ADAPTER_OF: role} if role else {}
-    ids, logprobs = list(prompt_token_ids), list[float]()
+    ids, logprobs, recorded = list(prompt_token_ids), list[float](), list[tuple[int, Any]]()
     for _ in range(2):
         outputs = engine.generate(ids.copy(), params, request_id=f"probe-{uuid4().hex}", **extra)
         async with aclosing(outputs) as stream:
@@ -173,4 +177,11 @@ async def probe(
                     sampled = list(output.outputs[0].token_ids)
                     ids += sampled
                     logprobs += logprobs_of(output.outputs[0], sampled)
-    return ids, logprobs
+                    if (used := getattr(output.outputs[0], "routed_experts", None)) is not None:
+                        recorded.append((len(ids) - 1, used))
+    if not recorded:
+        return ids, logprobs, None
+    experts = np.full((len(ids), *recorded[0][1].shape[1:]), UNKNOWN_EXPERT, dtype=np.uint16)
+    for end, used in recorded:
+        experts[end - len(used) : end] = used
+    return ids, logprobs, experts

@@ -26,6 +26,7 @@ from tests.support.learner_parts import make_trainer
 from tests.support.run_parts import Run, start
 
 PROMPT = [5, 6, 7]
+EXPERTS = "those that the engine used"
 STATES = [np.full(4, float(layer), np.float32).tobytes() for layer in (1, 2, 3)]
 
 
@@ -39,7 +40,8 @@ class Ranks:
     async def probe_prompt(self) -> list[int]:
         return PROMPT
 
-    async def logprobs_of(self, ids: list[int], *, last: int, role: str = "") -> list[float]:
+    async def logprobs_of(self, ids: list[int], *, last: int, role: str = "", experts: Any = None) -> list[float]:
+        assert experts == EXPERTS
         assert ids[: len(PROMPT)] == PROMPT
         self.asked.append(role)
         return [-1.0] * last
@@ -58,9 +60,12 @@ class Engines:
 
     async def probe(
         self, prompt: list[int], *, params: int, role: str = ""
-    ) -> dict[str, tuple[list[int], list[float]]]:
+    ) -> dict[str, tuple[list[int], list[float], Any]]:
         tokens = params
-        return {name: ([*prompt, *[1] * 2 * tokens], [value] * 2 * tokens) for name, value in self._logprobs.items()}
+        return {
+            name: ([*prompt, *[1] * 2 * tokens], [value] * 2 * tokens, EXPERTS)
+            for name, value in self._logprobs.items()
+        }
 
     async def layer_states(self, name: str, prompt: list[int], *, role: str = "") -> list[bytes]:
         return self._states
@@ -234,8 +239,8 @@ def test_a_real_engine_and_the_learner_agree_on_each_layer_and_the_one_that_got_
     prompt = trainer.probe_prompt()
     assert len(prompt) > CHUNK, "longer than what is computed at once"
     params = free_sampling(tokens=12, temperature=1.0)
-    ids, sampled = rollout.wait(probe(rollout.engine, prompt, params=params))
-    assert ids[: len(prompt)] == prompt and len(sampled) == 24 == len(ids) - len(prompt)
+    ids, sampled, experts = rollout.wait(probe(rollout.engine, prompt, params=params))
+    assert ids[: len(prompt)] == prompt and len(sampled) == 24 == len(ids) - len(prompt) and experts is None
     np.testing.assert_allclose(sampled, trainer.logprobs_of(ids, last=24), atol=1e-5)
 
     def apart(tokens: list[int]) -> list[float]:

@@ -72,6 +72,21 @@ def test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_ha
     assert nothing["policy/router_agreement"] == 0.0, "nobody recorded any"
 
 
+def test_a_row_that_an_engine_computed_is_computed_with_its_experts(mixture: Path, tmp_path: Path) -> None:
+    own, other = (recorded(branching_batch(), tmp_path / str(shift), shift=shift).rows[0] for shift in (0, 1))
+    found = {}
+    for replays in (True, False):
+        learner = make_trainer(mixture, **KNOBS, router_replay=replays)
+        try:
+            for name, row in (("own", own), ("other", other)):
+                found[name, replays] = np.array(learner.logprobs_of(row.ids.tolist(), last=20, experts=row.experts))
+        finally:
+            learner.close()
+    np.testing.assert_allclose(found["own", True], found["own", False], atol=1e-5)
+    np.testing.assert_array_equal(found["other", False], found["own", False])
+    assert np.abs(found["other", True] - found["own", True]).mean() > 1e-3
+
+
 @pytest.mark.seconds
 def test_what_several_versions_computed_is_no_evidence_about_the_engine_and_they_share_nothing(
     mixture: Path, tmp_path: Path

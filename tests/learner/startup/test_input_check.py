@@ -3,6 +3,7 @@ is told by its key and its absolute path, before anything is imported or written
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import sys
@@ -226,6 +227,27 @@ def test_the_number_format_is_made_where_nobody_set_it(
     assert settled() == "bfloat16" and "latent attention in half precision only on a GPU" in capsys.readouterr().out
     with pytest.raises(UnderstudyError, match="on a GPU, where vLLM has kernels for latent attention"):
         settled("model.dtype=float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "replays"),
+    [
+        ({"linear_key_head_dim": 128, "num_experts_per_tok": 2}, (), True),
+        ({"linear_key_head_dim": 128, "num_experts_per_tok": 2}, ("learner.router_replay=false",), False),
+        ({"linear_key_head_dim": 128}, (), False),
+        ({"num_experts_per_tok": 2}, (), False),
+        ({"num_experts_per_tok": 2}, ("model.dtype=bfloat16",), True),
+        ({"num_experts_per_tok": 2}, ("model.dtype=bfloat16", "rollout.engine_args={model_impl: transformers}"), False),
+        ({"kv_lora_rank": 512, "num_experts_per_tok": 2}, (), False),
+    ],
+)
+def test_experts_are_recorded_where_routers_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, int], given: tuple[str, ...], replays: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **model}))
+    config = with_model_needs(load_config(overrides=[f"model.path={tmp_path}", *given]))
+    assert config.learner.router_replay is replays
+    assert ("learner.router_replay=true, as in bfloat16" in capsys.readouterr().out) is replays
 
 
 @pytest.mark.parametrize("experts", ["num_experts_per_tok", "moe_topk"])

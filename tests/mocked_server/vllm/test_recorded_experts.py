@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.families import make_family
+from buffers.records import UNKNOWN_EXPERT
 from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.fleet.member import probe
 from mocked_server.request_context import AnswerRecorder
 from mocked_server.rollout import VLLMRollout
+from mocked_server.vllm.engine import free_sampling
 from mocked_server.vllm.engine_arguments import EngineSettings
 from tests.learner.experts.test_routing import chosen, policy_of
 
@@ -101,3 +104,18 @@ def test_weights_that_come_meanwhile_lose_and_repeat_no_tokens_experts(mixture: 
     assert response.experts.shape == (169, 2, 2)
     own = np.sort(chosen(policy, ids)[:-1], axis=-1)
     assert (own == np.sort(response.experts, axis=-1)).mean() > 0.999
+
+
+def test_a_probe_has_the_experts_of_all_its_tokens_but_the_last(mixture: Any, tmp_path: Path) -> None:
+    """Of the second request the engine computes only what the first left, and so records no more."""
+    rollout, _ = mixture
+    policy = policy_of("qwen3_moe", tmp_path)
+    prompt = np.random.default_rng(3).integers(3, 500, 200).tolist()
+    params = free_sampling(tokens=12, temperature=1.0)
+    for _ in range(2):  # the prompt is in the cache at the second time
+        ids, sampled, experts = rollout.wait(probe(rollout.engine, prompt, params=params))
+        assert len(ids) == len(prompt) + len(sampled) == len(experts) == 224
+        known = experts[:, 0, 0] != UNKNOWN_EXPERT
+        assert known[len(prompt) - 1 : -1].all() and not known[-1]
+        own = np.sort(chosen(policy, np.array(ids, dtype=np.int32)), axis=-1)
+        assert (own == np.sort(experts, axis=-1))[known].mean() > 0.999, "but for ties"
