@@ -3,7 +3,7 @@
 `python -m benchmarks.data [--only NAME ...] [--seeds 0 1 2] [--json PATH]`. The two runs of a pair differ in what `COMPARISONS`
 names and in nothing else. A pair's figure is what the second run took to the target over what the first took, for each seed, and
 the mean; null where one never got there. `steps` end with the first step at which the mean reward of WINDOW steps is TARGET;
-`tokens` (sampled, of all steps so far) with the first validation that is, as what a curriculum draws is not all that is asked.
+`tokens` (all that were sampled so far) with the first validation that is, as what a curriculum draws is not all that is asked.
 
 - `sft_then_rl_steps_ratio`: the demo after SFT on 200 solved sessions that an earlier run of it played, exported as chat messages
   and imported, over the demo, which begins with as many updates on random play.
@@ -13,7 +13,7 @@ the mean; null where one never got there. `steps` end with the first step at whi
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
 - `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
-  scored, over drawn evenly; GRPO.
+  scored, over drawn evenly; GRPO on full batches of groups whose scores differ: what is sampled for the others counts too.
 - `replay_episodes_ratio`: episodes that the demo played until then with half of each batch stored groups, over without.
 - `judge_agreement`: SmolLM2-135M ranks its own answers to sums, whose truth is known. `judge_agreement_scripted`: a scripted judge
   that takes a tenth of what it sees for its opposite ranks the tiny model's. Of the pairs that the truth tells apart, the share
@@ -206,7 +206,8 @@ def tokens_to(lines: Lines) -> float | None:
     reached = next((line["val/step"] for line in lines if line.get("val/mean", 0.0) >= TARGET), None)
     if reached is None:
         return None
-    return float(sum(line.get("batch/trained_tokens", 0.0) for line in lines if line["step"] <= reached))
+    steps = [line for line in lines if "reward/mean" in line and line["step"] <= reached]
+    return float(sum(line["throughput/tokens_per_s"] * line["time/step_s"] for line in steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +231,10 @@ class Comparison:
 
 FEW = ("buffer.groups_per_step=4", "buffer.group_size=4")
 WORDS = ("learner.recipe=sdpo", "learner.hints.sources=[hint]", "learner.epochs=4", "learner.lr=1e-3")
-CURRICULUM = ("learner.recipe=grpo", "learner.kl.coef=0", "data.validation.every=2", "data.validation.samples=2")
+CURRICULUM = (
+    "learner.recipe=grpo", "data.reward_manager=dapo", "learner.kl.coef=0", "learner.entropy_coef=0.01", "data.validation.every=2",
+    "data.validation.samples=2",
+)  # fmt: skip
 COMPARISONS = {
     "sft_then_rl_steps_ratio": Comparison(first="demo", made_of_first=imported_sessions, target=0.5),
     "sdpo_steps_ratio": Comparison(
@@ -241,12 +245,9 @@ COMPARISONS = {
         first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8, steps=80,
     ),
     "curriculum_pass_rate_tokens_ratio": Comparison(
-        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to,
-        steps=80,
+        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to, steps=80,
     ),
-    "replay_episodes_ratio": Comparison(
-        first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8,
-    ),
+    "replay_episodes_ratio": Comparison(first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8),
 }  # fmt: skip
 
 
