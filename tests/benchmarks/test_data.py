@@ -81,7 +81,7 @@ def test_a_run_that_never_gets_there_has_no_ratio(tmp_path: Path, monkeypatch: p
 
 
 def test_tokens_are_those_of_the_steps_up_to_the_validation_that_was_good_enough() -> None:
-    lines = lines_of([0.0] * 6, **{"batch/trained_tokens": 10.0})
+    lines = lines_of([0.0] * 6, **{"throughput/tokens_per_s": 5.0, "time/step_s": 2.0})
     lines[3] |= {"val/step": 2.0, "val/mean": 0.5}
     assert tokens_to(lines) is None
     lines.append({"step": 6.0, "val/step": 4.0, "val/mean": 0.95})
