@@ -242,10 +242,10 @@ COMPARISONS = {
     ),
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
-        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8, steps=80,
+        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8, steps=30,
     ),
     "curriculum_pass_rate_tokens_ratio": Comparison(
-        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to, steps=80,
+        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to, steps=30,
     ),
     "replay_episodes_ratio": Comparison(first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8),
 }  # fmt: skip
