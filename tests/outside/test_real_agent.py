@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from buffers.records import Task
-from buffers.tasks.parquet import write_tasks, write_traces
+from buffers.tasks.parquet import write_tasks
 from env_adapters import smollm2
 from learner.startup.model_and_tasks import plain_folder
 from tests.outside.agent_environments import python_with
@@ -46,16 +46,15 @@ TOOL = {
 STEPS, NUM_TASKS, NUM_SHOWN = 8, 700, 60
 
 
-def question(a: int, b: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"What is {a} times {b}?"}]
+def prompt(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": f"What is {a} times {b}?"}]
 
 
 def demonstrations(pairs: list[tuple[int, int]]) -> Iterator[list[dict[str, Any]]]:
     for a, b in pairs:
         call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
         yield [
-            {"role": "system", "content": INSTRUCTIONS},
-            *question(a, b),
+            *prompt(a, b),
             {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": call}]},
             {"role": "tool", "tool_call_id": "c", "content": str(a * b)},
             {"role": "assistant", "content": str(a * b)},
@@ -71,24 +70,27 @@ def test_a_real_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
     random.Random(0).shuffle(pairs)
     tasks = [
         Task(
-            task_id=f"{a}x{b}", data_source="product", prompt=question(a, b), ground_truth=str(a * b), extra_info={},
+            task_id=f"{a}x{b}", data_source="product", prompt=prompt(a, b), ground_truth=str(a * b), extra_info={},
             agent_name=None,
         )
         for a, b in pairs[:NUM_TASKS]
     ]  # fmt: skip
     write_tasks(tmp_path / "train.parquet", tasks)
-    write_traces(tmp_path / "shown.parquet", [*demonstrations(pairs[NUM_TASKS : NUM_TASKS + NUM_SHOWN])], tools=[TOOL])
+    shown = demonstrations(pairs[NUM_TASKS : NUM_TASKS + NUM_SHOWN])
+    (tmp_path / "shown.jsonl").write_text(
+        "".join(json.dumps({"messages": each, "tools": [TOOL]}) + "\n" for each in shown)
+    )
     python = python_with("frameworks", *FRAMEWORKS)
     command = [str(python), str(CLIENTS / "frameworks" / "calculator_agent.py")]
     words = [
         "run.name=calculator", f"run.steps={STEPS}", f"model.path={model}", "data.tasks=train.parquet", "data.validation.tasks=",
         "data.scorer=exact_match", f"agents.command={json.dumps(command)}", "agents.processes=0", "agents.preload=[agents]",
         "agents.concurrency=32", "rollout.max_tokens=48", "rollout.max_model_len=384", "server.tool_parser=hermes",
-        "buffer.groups_per_step=8", "buffer.group_size=8", "sft.demonstrations=shown.parquet", "sft.steps=6",
+        "buffer.groups_per_step=8", "buffer.group_size=8", "sft.demonstrations=shown.jsonl", "sft.steps=6",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "learner.cli", "run", "--config", "smollm2", *words], cwd=tmp_path, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "INSTRUCTIONS": INSTRUCTIONS}, capture_output=True, timeout=3000,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=3000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "runs" / "calculator" / "metrics.jsonl").read_text().splitlines()

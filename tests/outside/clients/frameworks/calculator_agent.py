@@ -18,11 +18,9 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-agent = Agent(name="calculator", instructions=os.environ["INSTRUCTIONS"], model=os.environ["MODEL"], tools=[multiply])
-
-
 async def main() -> None:
-    question = json.loads(os.environ["TASK_JSON"])["prompt"][0]["content"]
+    instructions, question = (message["content"] for message in json.loads(os.environ["TASK_JSON"])["prompt"])
+    agent = Agent(name="calculator", instructions=instructions, model=os.environ["MODEL"], tools=[multiply])
     try:
         print((await Runner.run(agent, question, max_turns=3)).final_output)
     except (ModelBehaviorError, MaxTurnsExceeded) as error:  # a tool that there is not, or no end
