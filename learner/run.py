@@ -215,15 +215,14 @@ def with_model_needs(config: Config) -> Config:
 
     if learner.lora.rank > 0 and mixes and not has_gpu():
         raise UnderstudyError(
-            f"learner.lora.rank must be 0 for {folder} on a machine without a GPU, where vLLM has no kernels for adapters in a "
-            f"mixture of experts, got {learner.lora.rank}; leave it out, or train on a GPU"
+            f"learner.lora.rank must be 0 for {folder} without a GPU, where vLLM has no kernels for adapters in a mixture of "
+            f"experts, got {learner.lora.rank}; leave it out, or train on a GPU"
         )
     if loses_prefix_cache(folder, config.rollout.engine_args):
         print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
     given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}
-    if given.get("model_impl") == "transformers":
-        return config  # transformers' classes compute latent attention in any number format, and record no experts
-    if kind and model.dtype == "float32" and (not has_gpu() or kind == LATENT):
+    has_kernels = (has_gpu() and kind != LATENT) or given.get("model_impl") == "transformers"
+    if kind and model.dtype == "float32" and not has_kernels:
         where = "a GPU" if has_gpu() else "a CPU"
         if "dtype" in model.model_fields_set:
             raise UnderstudyError(
@@ -232,8 +231,7 @@ def with_model_needs(config: Config) -> Config:
             )
         print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on {where}")
         model = model.model_copy(update={"dtype": "bfloat16"})
-    records = mixes and model.dtype == "bfloat16" and kind != LATENT and not has_gpu()
-    if records and "router_replay" not in learner.model_fields_set:
+    if mixes and model.dtype == "bfloat16" and not has_gpu() and "router_replay" not in learner.model_fields_set:
         print("understudy: learner.router_replay=true, as in bfloat16 routers near a tie choose other experts")
         learner = learner.model_copy(update={"router_replay": True})
     return config.model_copy(update={"model": model, "learner": learner})

@@ -163,15 +163,15 @@ through the whole product on a CPU: `python -m benchmarks.models`, {date},
 {versions}.
 `make docs` writes this page. No real checkpoint is among them.
 
-Qwen3.5 and the models that see ran beside a patched torchvision 0.28.0, without its compiled operators: PyPI's build does not load
-beside a torch for the CPU, and without one they are refused. Models that see ran as models of text, without image processors.
+Qwen3.5 and models that see ran beside a torchvision 0.28.0 without its compiled operators (PyPI's does not load beside a torch for
+the CPU, and without one they are refused); those that see as models of text, without image processors.
 
 - *rows*: packed, what they share computed once; or beside one another, where the model mixes rows in any other way.
 - *engine*: largest and mean difference of a log-probability, in nats, between what vLLM recorded and the learner computed, over two
   steps and a third after `--resume auto`, on an engine that started from the saved folder. Right is at most 1e-4 (largest) in
-  float32, 0.15 (mean) in bfloat16. There a router near a tie rounds another way, and the token uses other experts: where it is a
-  mark of the template, which each turn has, a version of a Qwen3.5-MoE-like model differed by 0.2 to 0.7 nats on average (2 of 60
-  runs). So a run on a CPU forces the engine's experts (`learner.router_replay`): 0.02 to 0.03, that version among them (4 runs).
+  float32, 0.15 (mean) in bfloat16. There a router near a tie chooses other experts: in 2 of about 60 runs of a Qwen3.5-MoE-like
+  model a version differed by 0.2 and 0.7 nats, the first, with its tie at the template's `<|im_end|>`, by 0.03 with the engine's
+  experts, which a run on a CPU forces (`learner.router_replay`).
 - *with*: what a run was given because one without it is refused, and what it took by itself: *bfloat16*, where vLLM's CPU kernels
   have nothing else, with experts *router replay*, and as *other class* vLLM's transformers backend; a line at the start says each.
 - *learner*: largest difference to transformers' own forward, float32, of the folder that was read and, after two more steps, of the
@@ -206,12 +206,10 @@ def engine(run: Mapping[str, Any] | None) -> str:
 def given(run: Mapping[str, Any]) -> str:
     """Settings without which a run is refused, and the class that it took."""
     settings = [f"`{each}`" for each in run.get("given", ())] if "steps" in run else []
-    own = {
-        "bfloat16": run.get("dtype") == "bfloat16",
-        "router replay": run.get("router_replay"),
-        "other class": run.get("other_class"),
-    }
-    return ", ".join([*settings, *(name for name, is_taken in own.items() if is_taken)])
+    half = ["bfloat16"] if run.get("dtype") == "bfloat16" else []
+    return ", ".join(
+        [*settings, *half, *(name.replace("_", " ") for name in ("router_replay", "other_class") if run.get(name))]
+    )
 
 
 def computed(part: Mapping[str, Any]) -> str:

@@ -165,11 +165,12 @@ class LearnerRanks:
     layer_states = _called(Trainer.layer_states)
     drift = _called(Trainer.drift)
     load = _called(Trainer.load)
+    replayed = _called(Trainer.replayed)
     versions = _called(RoleTrainer.versions)
 
-    async def logprobs_of(self, ids: Sequence[int], *, role: str = "", **given: Any) -> list[float]:
+    async def logprobs_of(self, ids: Sequence[int], *, last: int, role: str = "") -> list[float]:
         """See `Trainer.logprobs_of`, or with a `role` `RoleTrainer.logprobs_of`."""
-        found: list[float] = (await self._all("logprobs_of", ids, **given, **({"role": role} if role else {})))[0]
+        found: list[float] = (await self._all("logprobs_of", ids, last=last, **({"role": role} if role else {})))[0]
         return found
 
     async def _stored(self, argument: Any) -> Any:

@@ -188,10 +188,10 @@ class RoleTrainer(Trainer):
         self._token_figures = _in_order(batch.rows, tokens)
         return figures | of_all(trained)
 
-    def logprobs_of(self, ids: Sequence[int], *, role: str = "", **given: Any) -> list[float]:
+    def logprobs_of(self, ids: Sequence[int], *, last: int, role: str = "") -> list[float]:
         """See `Trainer.logprobs_of`. `role`: whose policy; empty: that of the last call."""
         self._enter(role or self._present)
-        return super().logprobs_of(ids, **given)
+        return super().logprobs_of(ids, last=last)
 
     def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> Published:
         """See `Trainer.publish`, of this role's adapter."""

@@ -380,15 +380,18 @@ class Trainer:
         prompt: list[int] = rng.choice(plain_tokens(config), length).tolist()
         return prompt
 
-    def logprobs_of(self, ids: Sequence[int], *, last: int, experts: UInt16 | None = None) -> list[float]:
-        """Log-probabilities of the last tokens of a row, which an engine has computed with `experts`. All ranks call this."""
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        mask[-last:] = 1
-        row = Sequences([np.array(ids, dtype=np.int32)], masks=[mask], experts=[experts])
-        logprobs: list[float] = self._sweep(row if self.layout.packs else PaddedSequences(row), critic=False)[
-            0
-        ].tolist()
-        return logprobs
+    def logprobs_of(self, ids: Sequence[int], *, last: int) -> list[float]:
+        """Log-probabilities of the last tokens of a row. All ranks call this."""
+        return self.replayed(ids, last=last, experts=None)[0]
+
+    def replayed(self, ids: Sequence[int], *, last: int, experts: UInt16 | None) -> tuple[list[float], float]:
+        """The same with an engine's experts, and the share of places at which the routers would choose them."""
+        mask = np.arange(len(ids)) >= len(ids) - last
+        row = Sequences([np.array(ids, dtype=np.int32)], masks=[mask.astype(np.uint8)], experts=[experts])
+        self._policy.routing.agreed.zero_()
+        logprobs = self._sweep(row if self.layout.packs else PaddedSequences(row), critic=False)[0]
+        agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
+        return logprobs.tolist(), agreed / max(told, 1.0)
 
     def drift(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
         """Mean log-probability of the tokens of some rows (ids, mask) over that in the model without its adapter, in nats: the KL

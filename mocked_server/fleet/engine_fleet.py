@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
-from buffers.records import UInt16
 from mocked_server.fleet.member import (
     AdapterEngine,
     EngineFigures,
     EngineLost,
     FleetEngine,
     LayerEngine,
+    Probed,
     Sampled,
     probe,
 )
@@ -254,11 +254,9 @@ class EngineFleet:
 
     # What is compared with the learner
 
-    async def probe(
-        self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
-    ) -> dict[str, tuple[list[int], list[float], UInt16 | None]]:
+    async def probe(self, prompt_token_ids: Sequence[int], *, params: Any, role: str = "") -> dict[str, Probed]:
         """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
-        samples: dict[str, tuple[list[int], list[float], UInt16 | None]] = {}
+        samples: dict[str, Probed] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):
                 samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)

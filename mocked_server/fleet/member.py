@@ -161,12 +161,13 @@ class AdapterEngine(Protocol):
         ...
 
 
-async def probe(
-    engine: FleetEngine, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
-) -> tuple[list[int], list[float], UInt16 | None]:
-    """The prompt with what was sampled after it, that one's log-probabilities, and all experts, as in `Row`. The second half is a
-    request of its own: it finds the first one's keys and states in the engine's cache. Raises EngineLost, RequestRefused,
-    RequestFailed."""
+Probed = tuple[list[int], list[float], UInt16 | None]
+"""The prompt with what was sampled after it, that one's log-probabilities, and the experts of all, as in `buffers.records.Row`."""
+
+
+async def probe(engine: FleetEngine, prompt_token_ids: Sequence[int], *, params: Any, role: str = "") -> Probed:
+    """Samples twice as much: the second half is a request of its own, which finds the first one's keys and states in the engine's
+    cache. Raises EngineLost, RequestRefused, RequestFailed."""
     extra: dict[str, Any] = {ADAPTER_OF: role} if role else {}
     ids, logprobs, recorded = list(prompt_token_ids), list[float](), list[tuple[int, Any]]()
     for _ in range(2):

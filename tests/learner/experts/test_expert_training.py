@@ -79,7 +79,9 @@ def test_a_row_that_an_engine_computed_is_computed_with_its_experts(mixture: Pat
         learner = make_trainer(mixture, **KNOBS, router_replay=replays)
         try:
             for name, row in (("own", own), ("other", other)):
-                found[name, replays] = np.array(learner.logprobs_of(row.ids.tolist(), last=20, experts=row.experts))
+                logprobs, share = learner.replayed(row.ids.tolist(), last=20, experts=row.experts)
+                found[name, replays] = np.array(logprobs)
+                assert share == float(replays) if name == "own" else share < 0.5
         finally:
             learner.close()
     np.testing.assert_allclose(found["own", True], found["own", False], atol=1e-5)

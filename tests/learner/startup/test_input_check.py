@@ -237,8 +237,8 @@ def test_the_number_format_is_made_where_nobody_set_it(
         ({"linear_key_head_dim": 128}, (), False),
         ({"num_experts_per_tok": 2}, (), False),
         ({"num_experts_per_tok": 2}, ("model.dtype=bfloat16",), True),
-        ({"num_experts_per_tok": 2}, ("model.dtype=bfloat16", "rollout.engine_args={model_impl: transformers}"), False),
-        ({"kv_lora_rank": 512, "num_experts_per_tok": 2}, (), False),
+        ({"num_experts_per_tok": 2}, ("model.dtype=bfloat16", "rollout.engine_args={model_impl: transformers}"), True),
+        ({"kv_lora_rank": 512, "num_experts_per_tok": 2}, (), True),
     ],
 )
 def test_experts_are_recorded_where_routers_round(
