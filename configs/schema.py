@@ -596,7 +596,8 @@ class LearnerConfig(Section):
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     router_replay: bool = False
     """Engines record which experts each token used, and all passes of the policy use these, with weights of their own routers (R3,
-    arXiv:2510.11370). Needs a mixture of experts, and vLLM's engines of this run. On a CPU set by itself with bfloat16."""
+    arXiv:2510.11370). Needs a mixture of experts, and vLLM's engines of this run. Without prefix caching on a CPU,
+    where it is set by itself with bfloat16."""
     router_aux_coef: NotNegative = 0.0
     """Weight of the load-balancing loss of the routers (arXiv:2101.03961) in the loss. Needs a mixture of experts."""
     check_logprobs: Fraction | Literal[False] = 1.0

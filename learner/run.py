@@ -232,7 +232,8 @@ def with_model_needs(config: Config) -> Config:
         print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on {where}")
         model = model.model_copy(update={"dtype": "bfloat16"})
     if mixes and model.dtype == "bfloat16" and not has_gpu() and "router_replay" not in learner.model_fields_set:
-        print("understudy: learner.router_replay=true, as in bfloat16 routers near a tie choose other experts")
+        told = "as in bfloat16 routers near a tie choose other experts; with it enable_prefix_caching=false"
+        print(f"understudy: learner.router_replay=true, {told}")
         learner = learner.model_copy(update={"router_replay": True})
     return config.model_copy(update={"model": model, "learner": learner})
 

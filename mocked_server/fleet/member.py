@@ -169,7 +169,7 @@ async def probe(engine: FleetEngine, prompt_token_ids: Sequence[int], *, params:
     """Samples twice as much: the second half is a request of its own, which finds the first one's keys and states in the engine's
     cache. Raises EngineLost, RequestRefused, RequestFailed."""
     extra: dict[str, Any] = {ADAPTER_OF: role} if role else {}
-    ids, logprobs, recorded = list(prompt_token_ids), list[float](), list[tuple[int, Any]]()
+    ids, logprobs, used = list(prompt_token_ids), list[float](), None
     for _ in range(2):
         outputs = engine.generate(ids.copy(), params, request_id=f"probe-{uuid4().hex}", **extra)
         async with aclosing(outputs) as stream:
@@ -178,11 +178,9 @@ async def probe(engine: FleetEngine, prompt_token_ids: Sequence[int], *, params:
                     sampled = list(output.outputs[0].token_ids)
                     ids += sampled
                     logprobs += logprobs_of(output.outputs[0], sampled)
-                    if (used := getattr(output.outputs[0], "routed_experts", None)) is not None:
-                        recorded.append((len(ids) - 1, used))
-    if not recorded:
+                    used = getattr(output.outputs[0], "routed_experts", None)  # of its prompt as well
+    if used is None:
         return ids, logprobs, None
-    experts = np.full((len(ids), *recorded[0][1].shape[1:]), UNKNOWN_EXPERT, dtype=np.uint16)
-    for end, used in recorded:
-        experts[end - len(used) : end] = used
+    experts = np.full((len(ids), *used.shape[1:]), UNKNOWN_EXPERT, dtype=np.uint16)
+    experts[-1 - len(used) : -1] = used
     return ids, logprobs, experts
