@@ -8,6 +8,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,15 @@ def rollout(tiny_model: Path) -> Iterator[object]:
     )
     with VLLMRollout(settings) as rollout:
         yield rollout
+
+
+@pytest.fixture(autouse=True)
+def engine_is_up(request: pytest.FixtureRequest) -> None:
+    """What a failed test left of the session's engine is no matter of the next one."""
+    if "rollout" in request.fixturenames:
+        rollout: Any = request.getfixturevalue("rollout")
+        if not rollout.engine.is_up:
+            rollout.wait(rollout.engine.restart())
 
 
 @pytest.fixture(scope="session")

@@ -176,7 +176,7 @@ class RunNodes:
 # The nodes of the Ray cluster that a run has joined: their GPUs, and whether they can take part. GPUs that Ray counts and
 # NVIDIA's tools do not list are places only: what is put there runs on the node's CPU.
 
-ASK_S = 60.0
+ASK_S = 180.0
 """Seconds for a node to answer: Ray starts a worker there."""
 
 

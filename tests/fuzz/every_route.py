@@ -39,7 +39,7 @@ from tests.fuzz.drawn_requests import GOOGLE, GOOGLE_COUNT, GOOGLE_STREAM, GOOGL
 from tests.fuzz.real_engine import MAX_FAILURES, attack
 from tests.support.server_parts import ServerThread
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 QUESTION = [{"role": "user", "content": "Where?"}]
 PLAIN: dict[str, dict[str, Any]] = {
     "/tasks": {"tasks": [{"task_id": "fuzzed", "prompt": QUESTION}]},
@@ -168,7 +168,7 @@ def smaller_body(body: dict[str, Any], kept: set[int], is_sound: bool, *, path: 
 def known_names(served: ServerThread, path: str) -> dict[str, str]:
     """What a body has to name, and nobody guesses."""
     if path == "/scores":
-        leased = served.call(served.server.lease_episode(wait_s=TIMEOUT_S / 4))
+        leased = served.call(served.server.lease_episode(wait_s=15.0))
         assert leased is not None
         return {"episode_id": leased.episode_id}
     return {"model": served.server.model} if path.startswith("/v1/") else {}

@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 16_384
 """Tokens that an engine of the tests takes."""
 ENDLESS = MAX_MODEL_LEN - 100
 """Tokens of an answer that is to be interrupted: it is under way for many seconds, on a quick machine too."""
-LONG = 2000
+LONG = 4000
 """Tokens of an answer in whose midst something happens, and which is then read to its end: it is under way for seconds."""
 
 

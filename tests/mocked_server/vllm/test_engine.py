@@ -264,17 +264,18 @@ def process_of(engine) -> int:
     return process.pid
 
 
-async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1, by: signal.Signals = signal.SIGKILL):
-    """End the engine's process in the middle of an answer, restart it, and continue: (recorder, text of what streamed)."""
-    recorder, began = AnswerRecorder(name), asyncio.Event()
+async def kill_midway(engine, *, name: str, as_whole: bool, n: int = 1, by: signal.Signals = signal.SIGKILL):
+    """End the engine's process in the middle of an answer, restart it, and continue to 100 tokens more than it had sampled:
+    (responses, texts of what streamed, what it had sampled)."""
+    recorder = AnswerRecorder(name)
     texts: dict[int, str] = {}
 
-    async def read(sampled):
+    async def read(num_tokens, sampled):
+        asked = params(num_tokens, as_whole=as_whole, n=n)
         async for output in engine.generate(PROMPT, asked, request_id=name, sampled=sampled):
             recorder.add(output)
             for part in output.outputs:
                 texts[part.index] = texts.get(part.index, "") + part.text
-            began.set()
 
     async def half():
         while True:
@@ -283,7 +284,7 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1, b
                 return
             await asyncio.sleep(0.001)
 
-    running = asyncio.create_task(read(()))
+    running = asyncio.create_task(read(ENDLESS, ()))
     await half()
     os.kill(process_of(engine), by)
     with pytest.raises(EngineLost) as lost:
@@ -294,7 +295,7 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1, b
     assert len(sampled) == n and all(len(one.token_ids) >= 19 for one in sampled)
     engine.version = 5
     await engine._llm.update_weight_version("5")
-    await asyncio.wait_for(read(sampled), PATIENCE_S)
+    await asyncio.wait_for(read(max(len(one.token_ids) for one in sampled) + 100, sampled), PATIENCE_S)
     await engine._llm.update_weight_version("0")
     engine.version = 0
     return recorder.responses(version=-1), texts, sampled
@@ -313,18 +314,18 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1, b
 )
 def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n, by):
     engine, tokenizer = rollout.engine, rollout.engine._llm.tokenizer
-    asked = params(LONG, as_whole=as_whole, n=n)
     responses, texts, sampled = rollout.wait(
-        kill_midway(engine, asked, name=f"{by.name}-{as_whole}-{n}", as_whole=as_whole, n=n, by=by)
+        kill_midway(engine, name=f"{by.name}-{as_whole}-{n}", as_whole=as_whole, n=n, by=by)
     )
     assert len(responses) == n
+    whole = max(len(one.token_ids) for one in sampled) + 100
     for index, (response, before) in enumerate(zip(responses, sampled, strict=True)):
         ids = response.sampled_ids.tolist()
-        assert len(ids) == LONG and ids[: len(before.token_ids)] == before.token_ids
-        assert response.versions.tolist() == [0] * len(before.token_ids) + [5] * (LONG - len(before.token_ids))
+        assert len(ids) == whole and ids[: len(before.token_ids)] == before.token_ids
+        assert response.versions.tolist() == [0] * len(before.token_ids) + [5] * (whole - len(before.token_ids))
         assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
-        whole = tokenizer.decode(ids, skip_special_tokens=True)
-        assert texts[index] == response.text and texts[index].rstrip("\ufffd") == whole.rstrip("\ufffd")
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert texts[index] == response.text and texts[index].rstrip("\ufffd") == text.rstrip("\ufffd")
 
 
 def looks_at(engine, monkeypatch) -> Callable[[float], Awaitable[None]]:
