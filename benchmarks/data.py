@@ -12,8 +12,8 @@ the mean; null where one never got there. `steps` end with the first step at whi
   epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
-- `curriculum_tokens_ratio`, `curriculum_pass_rate_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they
-  scored, over drawn evenly; GRPO on full batches of groups whose scores differ: what is sampled for the others counts too.
+- `curriculum_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they scored, over drawn evenly; GRPO on
+  full batches of groups whose scores differ: what is sampled for the others counts too.
 - `replay_episodes_ratio`: episodes that the demo played until then with half of each batch stored groups, over without.
 - `judge_agreement`: SmolLM2-135M ranks its own answers to sums, whose truth is known. `judge_agreement_scripted`: a scripted judge
   that takes a tenth of what it sees for its opposite ranks the tiny model's. Of the pairs that the truth tells apart, the share
@@ -154,8 +154,7 @@ def _distance(task: Task) -> int:
 
 def read_walk(runs: Runs) -> list[str]:
     """A policy that can read, and the demo's tasks, each with a hint."""
-    traces, name = runs.folder / "reader.jsonl", f"reader-{runs.seed}"
-    tasks = runs.folder / "hinted.parquet"
+    traces, tasks, name = runs.folder / "reader.jsonl", runs.folder / "hinted.parquet", f"reader-{runs.seed}"
     _write_lines(traces, reader_traces(4000, seed=runs.seed))
     hint = {"hint": AS_USUAL}
     write_tasks(tasks, [replace(task, extra_info=task.extra_info | hint) for task in walk_tasks(4000, seed=0)])
@@ -197,8 +196,7 @@ def steps_to(lines: Lines) -> float | None:
 
 def episodes_to(lines: Lines) -> float | None:
     """Of the steps until then, those that were played."""
-    last = steps_to(lines)
-    steps = [line for line in lines if "reward/mean" in line]
+    last, steps = steps_to(lines), [line for line in lines if "reward/mean" in line]
     return None if last is None else float(sum(line["batch/episodes"] for line in steps[: int(last)]))
 
 
@@ -243,9 +241,6 @@ COMPARISONS = {
     "echo_steps_ratio": Comparison(first="told", config="walk_env", made=told_walk, other=["learner.echo.user=0.1"]),
     "curriculum_tokens_ratio": Comparison(
         first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=thompson"], took=tokens_to, target=0.8, steps=30,
-    ),
-    "curriculum_pass_rate_tokens_ratio": Comparison(
-        first="mixed", made=mixed_tasks, both=CURRICULUM, other=["data.sampler=pass_rate"], took=tokens_to, steps=30,
     ),
     "replay_episodes_ratio": Comparison(first="demo", other=["buffer.replay.share=0.5"], took=episodes_to, target=0.8),
 }  # fmt: skip
@@ -304,12 +299,6 @@ def letter_tasks() -> list[Task]:
 RANKED = ("data.scorer=judge", "learner.recipe=grpo", "learner.kl.coef=0")
 
 
-def agreement(lines: Lines) -> dict[str, float]:
-    """The means over a run's steps."""
-    names = ("judge/agreement_truth", "judge/agreement_orders")
-    return {name: mean(line[name] for line in lines if name in line) for name in names}
-
-
 def judged(runs: Runs, data: Path) -> dict[str, Any]:
     """A scripted judge, which the tiny model learns by, and a small model as its own judge."""
     tasks = runs.folder / "letters.parquet"
@@ -327,10 +316,10 @@ def judged(runs: Runs, data: Path) -> dict[str, Any]:
         "roles={player: {}, judge: {frozen: 0}}", "buffer.groups_per_step=16", "buffer.group_size=4",
         "rollout.max_model_len=1024", f"run.steps={runs.steps or 2}", config="smollm2",
     )  # fmt: skip
-    found = {"judge_agreement": agreement(small), "judge_agreement_scripted": agreement(scripted)}
     return {
-        **{name: figures["judge/agreement_truth"] for name, figures in found.items()},
-        **{f"{name}_orders": figures["judge/agreement_orders"] for name, figures in found.items()},
+        f"{name}{more}": mean(line[key] for line in lines if key in line)
+        for name, lines in (("judge_agreement", small), ("judge_agreement_scripted", scripted))
+        for more, key in (("", "judge/agreement_truth"), ("_orders", "judge/agreement_orders"))
     }
 
 

@@ -6,7 +6,8 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
-  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that before the first update.
+  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that of as many users before the
+  first update; `served_p50_vs_idle_whole`: the same of a run that trains all weights and loads them, instead of an adapter.
 - replay: `replayed_vs_fresh`: sessions until 0.8 where half of each batch are old sessions, over those with new ones alone;
   `replayed_counted`: share of their tokens that moves the policy.
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates of later
@@ -51,26 +52,36 @@ import psutil
 
 from benchmarks.harness import free_port, parser_of, play, scripted_model
 from benchmarks.live_others import real, takeover
-from benchmarks.live_run import BATCH, QUESTIONS, TINY, WINDOW, LiveRun, has_m, learned, sessions
+from benchmarks.live_run import BATCH, QUESTIONS, TINY, USERS, WINDOW, LiveRun, has_m, learned, sessions
 from benchmarks.live_wishes import wishes, write_tasks
 
 UPSTREAM_SAYS = "moon"
 OLD_SESSIONS = ["buffer.replay.share=0.5", "buffer.replay.only=all"]
 
 
+def idle_p50(run: LiveRun) -> float:
+    """Seconds: of answers to all users at once, of which nobody says anything."""
+    with ThreadPoolExecutor(USERS) as users:
+        return median(users.map(lambda number: run.ask(QUESTIONS[number % 4])[2], range(16 * USERS)))
+
+
 def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
     """A wish is learned, and another in its place."""
     with LiveRun(folder, f"preference-{seed}", *TINY, f"run.seed={seed}") as run:
-        idle = median(run.ask(QUESTIONS[number % 4])[2] for number in range(32))
+        idle = idle_p50(run)
         scores, seconds = sessions(run, has_m, until=learned, most=most, seed=seed)
         back, _ = sessions(run, lambda text: 1 - has_m(text), until=learned, most=most, seed=seed + 1)
         steps = run.steps
+    with LiveRun(folder, f"whole-{seed}", *TINY, "learner.lora=null", f"run.seed={seed}") as run:
+        idle_whole = idle_p50(run)
+        _, seconds_whole = sessions(run, has_m, until=lambda scores: len(scores) >= len(seconds), most=most, seed=seed)
     return {
         "preference_first": sum(scores[:WINDOW]) / WINDOW,
         "preference_last": sum(scores[-WINDOW:]) / WINDOW,
         "sessions_to_0_8": len(scores) if learned(scores) else None,
         "wish_taken_back": len(back) if learned(back) else None,
         "served_p50_vs_idle": median(seconds) / idle,
+        "served_p50_vs_idle_whole": median(seconds_whole) / idle_whole,
         "updates": len(steps),
         "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
     }
