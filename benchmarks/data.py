@@ -12,8 +12,8 @@ the mean; null where one never got there. `steps` end with the first step at whi
   epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
-- `curriculum_tokens_ratio`: tasks of which a few are near and most are far, drawn by what they scored, over drawn evenly; GRPO on
-  full batches of groups whose scores differ: what is sampled for the others counts too.
+- `curriculum_tokens_ratio`: tasks of which half cannot be solved, drawn by what they scored, over drawn evenly; GRPO on full
+  batches of groups whose scores differ: what is sampled for the others counts too.
 - `replay_episodes_ratio`: episodes that the demo played until then with half of each batch stored groups, over without.
 - `judge_agreement`: SmolLM2-135M ranks its own answers to sums, whose truth is known. `judge_agreement_scripted`: a scripted judge
   that takes a tenth of what it sees for its opposite ranks the tiny model's. Of the pairs that the truth tells apart, the share
@@ -51,8 +51,8 @@ from env_adapters.walk.game import KEYS, NAMES, RULES, WalkEnv, WalkGame, walk_t
 
 SESSIONS = 200
 """Imported sessions that SFT learns."""
-NEAR, FAR = 4, 44
-"""Tasks of the curriculum: exits at one step, and at six or more."""
+MIXED = 48
+"""Tasks of the curriculum. Of every second one the exit is outside the room: sets of tasks have some that nobody can solve."""
 IMPORTED = 20_000
 JUDGE_ERRS = 0.1
 CLI = [sys.executable, "-c", "import sys; from learner.cli import main; sys.exit(main())"]
@@ -147,11 +147,6 @@ def imported_sessions(runs: Runs) -> list[str]:
     return [f"sft.demonstrations={demonstrations}"]
 
 
-def _distance(task: Task) -> int:
-    start, end = task.extra_info["start"], task.ground_truth["exit"]
-    return sum(abs(one - other) for one, other in zip(start, end, strict=True))
-
-
 def read_walk(runs: Runs) -> list[str]:
     """A policy that can read, and the demo's tasks, each with a hint."""
     traces, tasks, name = runs.folder / "reader.jsonl", runs.folder / "hinted.parquet", f"reader-{runs.seed}"
@@ -175,16 +170,13 @@ def _write_lines(path: Path, traces: Iterator[list[Message]]) -> None:
 
 
 def mixed_tasks(runs: Runs) -> list[str]:
-    """Near and far tasks, and as many others to validate with."""
-    files = {}
-    for name, seed in (("train", 100 + runs.seed), ("held_out", 200 + runs.seed)):
-        near, far = list[Task](), list[Task]()
-        for task in walk_tasks(4000, seed=seed):
-            steps = _distance(task)
-            (near if steps == 1 else far if steps >= 6 else []).append(task)
-        files[name] = runs.folder / f"{name}-{runs.seed}.parquet"
-        write_tasks(files[name], near[:NEAR] + far[:FAR])
-    return [f"data.tasks={files['train']}", f"data.validation.tasks={files['held_out']}"]
+    """Tasks that can be solved and others that cannot, and as many of the first kind to validate with."""
+    tasks, held_out = walk_tasks(MIXED, seed=100 + runs.seed), walk_tasks(MIXED, seed=200 + runs.seed)
+    outside = [replace(task, ground_truth=task.ground_truth | {"exit": [9, 2]}) for task in tasks[1::2]]
+    files = {"data.tasks": [*tasks[::2], *outside], "data.validation.tasks": held_out}
+    for key, some in files.items():
+        write_tasks(runs.folder / f"{key}-{runs.seed}.parquet", some)
+    return [f"{key}={runs.folder}/{key}-{runs.seed}.parquet" for key in files]
 
 
 # What a run took.
