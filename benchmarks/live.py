@@ -6,8 +6,8 @@ trained. Parts, with the demo's tiny model but for `real`; each ends within ten 
 
 - preference: `preference_first`, `preference_last`: share of answers as wished in the first and in the last 64 sessions;
   `sessions_to_0_8`: sessions until 64 in a row have that share of 0.8; `wish_taken_back`: sessions after the wish was turned around
-  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency while it learns over that of as many users before the
-  first update; `served_p50_vs_idle_whole`: the same of a run that trains all weights and loads them, instead of an adapter.
+  until 0.8 of the answers have no `m`; `served_p50_vs_idle`: median latency of eight users who do not wait for updates, during ten
+  of them over before the first; `served_p50_vs_idle_whole`: the same of a run that trains all weights and loads them, no adapter.
 - replay: `replayed_vs_fresh`: sessions until 0.8 where half of each batch are old sessions, over those with new ones alone;
   `replayed_counted`: share of their tokens that moves the policy.
 - gate: the wish is the gate's, too, and is learned; then feedback is turned around. `poisoned_promoted`: candidates of later
@@ -59,29 +59,30 @@ UPSTREAM_SAYS = "moon"
 OLD_SESSIONS = ["buffer.replay.share=0.5", "buffer.replay.only=all"]
 
 
-def idle_p50(run: LiveRun) -> float:
-    """Seconds: of answers to all users at once, of which nobody says anything."""
-    with ThreadPoolExecutor(USERS) as users:
-        return median(users.map(lambda number: run.ask(QUESTIONS[number % 4])[2], range(16 * USERS)))
+def served_vs_idle(folder: Path, name: str, *words: str) -> float:
+    """Median latency of users who ask one question after the other, while their scores are learned over before."""
+    with LiveRun(folder, name, *TINY, *words) as run:
+        with ThreadPoolExecutor(USERS) as users:
+            idle = median(users.map(lambda number: run.ask(QUESTIONS[number % 4])[2], range(32 * USERS)))
+        _, seconds = sessions(run, has_m, until=lambda _: len(run.steps) >= 10, most=10_000, seed=0, batch=10_000)
+    return median(seconds) / idle
 
 
 def preference(folder: Path, seed: int, most: int) -> dict[str, Any]:
     """A wish is learned, and another in its place."""
     with LiveRun(folder, f"preference-{seed}", *TINY, f"run.seed={seed}") as run:
-        idle = idle_p50(run)
-        scores, seconds = sessions(run, has_m, until=learned, most=most, seed=seed)
+        scores, _ = sessions(run, has_m, until=learned, most=most, seed=seed)
         back, _ = sessions(run, lambda text: 1 - has_m(text), until=learned, most=most, seed=seed + 1)
         steps = run.steps
-    with LiveRun(folder, f"whole-{seed}", *TINY, "learner.lora=null", f"run.seed={seed}") as run:
-        idle_whole = idle_p50(run)
-        _, seconds_whole = sessions(run, has_m, until=lambda scores: len(scores) >= len(seconds), most=most, seed=seed)
     return {
         "preference_first": sum(scores[:WINDOW]) / WINDOW,
         "preference_last": sum(scores[-WINDOW:]) / WINDOW,
         "sessions_to_0_8": len(scores) if learned(scores) else None,
         "wish_taken_back": len(back) if learned(back) else None,
-        "served_p50_vs_idle": median(seconds) / idle,
-        "served_p50_vs_idle_whole": median(seconds_whole) / idle_whole,
+        "served_p50_vs_idle": served_vs_idle(folder, f"adapter-{seed}"),
+        "served_p50_vs_idle_whole": served_vs_idle(
+            folder, f"whole-{seed}", "learner.lora={rank: 0, alpha: 16}", "learner.lr=3e-4"
+        ),
         "updates": len(steps),
         "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
     }
