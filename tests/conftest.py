@@ -108,12 +108,13 @@ def rollout(tiny_model: Path) -> Iterator[object]:
 
 
 @pytest.fixture(autouse=True)
-def engine_is_up(request: pytest.FixtureRequest) -> None:
-    """What a failed test left of the session's engine is no matter of the next one."""
-    if "rollout" in request.fixturenames:
-        rollout: Any = request.getfixturevalue("rollout")
-        if not rollout.engine.is_up:
-            rollout.wait(rollout.engine.restart())
+def engine_is_up(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves the session's engine down fails, and the next one has it nevertheless."""
+    rollout: Any = request.getfixturevalue("rollout") if "rollout" in request.fixturenames else None
+    yield
+    if rollout is not None and not rollout.engine.is_up:
+        rollout.wait(rollout.engine.restart())
+        pytest.fail("it left the session's engine down")
 
 
 @pytest.fixture(scope="session")
