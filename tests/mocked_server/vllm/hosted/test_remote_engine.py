@@ -43,6 +43,14 @@ def remote(rollout: Any, request: pytest.FixtureRequest) -> Iterator[RemoteEngin
     rollout.wait(engine.close())
 
 
+@pytest.fixture(autouse=True)
+def remote_is_up(request: pytest.FixtureRequest, rollout: Any) -> None:
+    """What a failed test left of it is no matter of the next one."""
+    remote = request.getfixturevalue("remote") if "remote" in request.fixturenames else None
+    if remote is not None and not remote.is_up:
+        rollout.wait(remote.restart())
+
+
 def sampling(**more: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
