@@ -12,7 +12,7 @@ the mean; null where one never got there. `steps` end with the first step at whi
   epochs (1, 4) and the rate (3e-4, 1e-3) that were best for it.
 - `echo_steps_ratio`; `echo_effect`: the mean reward over all steps with ECHO, less that without. The environment says after each
   move which letter was asked for (`ToldWalk`).
-- `curriculum_tokens_ratio`: tasks of which half cannot be solved, drawn by what they scored, over drawn evenly; full
+- `curriculum_tokens_ratio`: tasks of which three in four cannot be solved, drawn by what they scored, over drawn evenly; full
   batches of groups whose scores differ: what is sampled for the others counts too.
 - `replay_episodes_ratio`: episodes that the demo played until then with half of each batch stored groups, over without.
 - `judge_agreement`: SmolLM2-135M ranks its own answers to sums, whose truth is known. `judge_agreement_scripted`: a scripted judge
@@ -52,7 +52,7 @@ from env_adapters.walk.game import KEYS, NAMES, RULES, WalkEnv, WalkGame, walk_t
 SESSIONS = 200
 """Imported sessions that SFT learns."""
 MIXED = 48
-"""Tasks of the curriculum. Of every second one the exit is outside the room: sets of tasks have some that nobody can solve."""
+"""Tasks of the curriculum. Of three in four the exit is outside the room: sets of tasks have many that nobody can solve yet."""
 IMPORTED = 20_000
 JUDGE_ERRS = 0.1
 CLI = [sys.executable, "-c", "import sys; from learner.cli import main; sys.exit(main())"]
@@ -176,8 +176,12 @@ def _write_lines(path: Path, traces: Iterator[list[Message]]) -> None:
 def mixed_tasks(runs: Runs) -> list[str]:
     """Tasks that can be solved and others that cannot, and as many of the first kind to validate with."""
     tasks, held_out = walk_tasks(MIXED, seed=100 + runs.seed), walk_tasks(MIXED, seed=200 + runs.seed)
-    outside = [replace(task, ground_truth=task.ground_truth | {"exit": [9, 2]}) for task in tasks[1::2]]
-    files = {"data.tasks": [*tasks[::2], *outside], "data.validation.tasks": held_out}
+    outside = [
+        replace(task, ground_truth=task.ground_truth | {"exit": [9, 2]})
+        for index, task in enumerate(tasks)
+        if index % 4
+    ]
+    files = {"data.tasks": [*tasks[::4], *outside], "data.validation.tasks": held_out}
     for key, some in files.items():
         write_tasks(runs.folder / f"{key}-{runs.seed}.parquet", some)
     return [f"{key}={runs.folder}/{key}-{runs.seed}.parquet" for key in files]

@@ -793,6 +793,9 @@ class ServeConfig(Section):
     retention_days: Positive | None = None
     """Days after which a session of which nothing was stored meanwhile is forgotten (`understudy ledger forget`), unless it waits
     to be trained. null: what is stored is kept."""
+    private_patterns: str = ""
+    """A file of regular expressions, one in a line: a request is answered and not stored if a text in it, or in its answer,
+    matches one, or holds a key, token or password of a known form. Empty: everything is stored."""
     sessions_keep_version: bool = False
     """A session is answered by the version that answered it first, as long as that is among the last four that were served.
     False: by the one that is served."""

@@ -18,6 +18,7 @@ from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.reporting.run_metrics import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
 from learner.training.ranks import LearnerRanks
+from mocked_server.fleet.member import EngineLost
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ SAME_STATE, SAME_STATE_OF_A_GPU = {"float32": 3e-5, "bfloat16": 0.1}, {"float32"
 
 
 class Disagreement(UnderstudyError):
-    """Engine and learner compute different log-probabilities. `difference`: in nats, on average; `what`: the message without the
-    remedy."""
+    """Engine and learner compute different log-probabilities. `difference`: in nats, on average; None: the engine dies of the
+    probe. `what`: the message without the remedy."""
 
-    def __init__(self, what: str, *, difference: float, remedy: str) -> None:
+    def __init__(self, what: str, *, difference: float | None, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
         self.what = what
         self.difference = difference
@@ -82,7 +83,13 @@ class Agreement:
         tokens = max(1, min(PROBED, (rollout.max_model_len - len(prompt)) // 2))
         params = self.sampling(tokens=tokens, temperature=rollout.temperature)
         for role in self.roles or ("",):
-            probed = await self.engines.probe(prompt, params=params, role=role)
+            try:
+                probed = await self.engines.probe(prompt, params=params, role=role)
+            except EngineLost as lost:
+                probe = f"a probe of {len(prompt)} + {2 * tokens} tokens"
+                what = f"engines must answer {probe}, and one ended by itself each time: {lost}"
+                self.apart = Disagreement(what, difference=None, remedy="see the run's log; train another model")
+                raise self.apart from lost
             for name, (ids, sampled, experts) in probed.items():
                 computed = await ranks.logprobs_of(ids, last=len(sampled), role=role)
                 difference = float(np.abs(np.subtract(sampled, computed)).mean())

@@ -40,6 +40,7 @@ from agents.workers.manager import AgentLoopManager
 from buffers.disk import until_taken
 from buffers.errors import TaskError, UnderstudyError
 from buffers.ledger.ledger import Ledger
+from buffers.private_text import read_patterns
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.fork_server import interrupts_blocked
@@ -244,7 +245,7 @@ class Pipeline:
         )  # fmt: skip
         server.on_ended = generation.forget
         if server.sessions is not None:
-            generation.on_round = server.sessions.recorded
+            generation.on_round, generation.keeps = server.sessions.recorded, server.sessions.keeps
         watched = [] if self._watching is None else [self._watching.upstream]
         for upstream in (*serving.others.upstreams.values(), *watched):
             upstream.record, upstream.encode = generation.record, server.encode
@@ -560,6 +561,7 @@ class Pipeline:
                     retention_s=None if config.serve.retention_days is None else 86_400 * config.serve.retention_days,
                     words_count=config.learner.advantage == "none", policy=self._versions or Newest(engine),
                     watching=self._watching,
+                    patterns=read_patterns(config.serve.private_patterns) if config.serve.private_patterns else None,
                 )  # fmt: skip
                 server.versions = self._versions
                 if (judge := config.serve.judge).model:

@@ -245,6 +245,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from agents.harbor.start_check import check_harbor
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
+    from buffers.private_text import read_patterns
     from configs.model_folder import sees
     from env_adapters.child_process import resolve_command
     from learner.placement.plan import in_cluster, make_plan, of_this_machine, own_node
@@ -301,6 +302,8 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     check_variables(config)
     if config.serve.judge.model:
         read_prompt(config.serve.judge.prompt)
+    if config.serve.private_patterns:
+        read_patterns(config.serve.private_patterns)
 
 
 def check_models(config: Config, *, resume: str) -> None:

@@ -144,7 +144,11 @@ async def run_agreeing(
     own = pipeline.agreement
     if own is None or (first := own.apart) is None or not own.has_other:
         return pipeline, code, errors
-    note(f"engine and learner differ by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
+    told, passes = "engine dies of a probe", ""
+    if first.difference is not None:
+        told = f"engine and learner differ by {first.difference:.2g} nats on average"
+        passes = f", or learner.max_mean_logprob_diff={10 * first.difference:.1g} lets it pass"
+    note(f"{told}: trying {OTHER_CLASS}")
     arguments = {**config.rollout.engine_args, **OTHER_CLASS_ARGUMENT}
     rollout = config.rollout.model_copy(update={"engine_args": arguments})
     pipeline = make(config.model_copy(update={"rollout": rollout}), resume=True)
@@ -152,12 +156,8 @@ async def run_agreeing(
     other = pipeline.agreement
     if errors and (other is None or not (other.has_begun or other.apart)):
         told = "; ".join(map(in_words, errors))
-        passes = f"learner.max_mean_logprob_diff={10 * first.difference:.1g} lets it pass"
-        errors = [
-            UnderstudyError(
-                f"{first.what}; vLLM's other class of it was tried: {told}; train another model, or {passes}"
-            )
-        ]
+        tried = f"vLLM's other class of it was tried: {told}"
+        errors = [UnderstudyError(f"{first.what}; {tried}; train another model{passes}")]
     return pipeline, code, errors
 
 

@@ -121,6 +121,8 @@ class Generation:
     """Outputs have the experts of tokens."""
     on_round: Callable[[Prompt, Round], object] = lambda *_: None
     """Called with each round of an answer, once it is on its way to the ledger."""
+    keeps: Callable[[Response], bool] = lambda _: True
+    """False for a completion that is not to be recorded."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     _answers: defaultdict[str, list[_Answer]] = field(default_factory=lambda: defaultdict(list))
     """Episode -> its answers that are generated now."""
@@ -280,7 +282,7 @@ class Generation:
             self.stats.tokens += len(response.sampled_ids)
             if prompt.role not in self.frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
-            if (live := self._episode_of(prompt)) is not None:
+            if (live := self._episode_of(prompt)) is not None and self.keeps(response):
                 if prompt.role in self.frozen:  # of another model
                     response = replace(response, experts=None)
                 round_ = live.tree.add(

@@ -26,12 +26,13 @@ from typing import Any, Protocol
 
 from starlette.types import Scope, Send
 
-from buffers.errors import RequestRefused, UnderstudyError
+from buffers.errors import EpisodeError, RequestRefused, UnderstudyError
 from buffers.ledger.batches import WAS_FORGOTTEN
 from buffers.ledger.forgetting import Forgotten, require_some
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.sessions import FeedbackTaken, Session
-from buffers.prompt_queue import Prompt
+from buffers.private_text import is_private
+from buffers.prompt_queue import Prompt, Response
 from buffers.records import Episode, Round, Task
 from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, find_parent
@@ -85,10 +86,12 @@ class Newest:
 
 @dataclass(slots=True, eq=False)
 class _User:
-    """What is known of one user. `door`: holds what a request has before its session is known."""
+    """What is known of one user. `door`: holds what a request has before its session is known, and all of one of which nothing is
+    stored; `watched_door`: of such a one that the other model answers."""
 
     name: str
     door: LiveEpisode
+    watched_door: LiveEpisode
     named: dict[tuple[str, bool], LiveEpisode] = field(default_factory=dict)
     unnamed: list[LiveEpisode] = field(default_factory=list)
     """The latest heard last."""
@@ -123,9 +126,14 @@ class LiveSessions:
         restore: Callable[[Episode, list[Round]], LiveEpisode],
         on_ended: Callable[[str, str], object],
         watching: Watching | None = None,
+        patterns: Sequence[re.Pattern[str]] | None = None,
     ) -> None:
-        """`watching`: answers a share of the sessions by another model. None: the policy answers all."""
+        """`watching`: answers a share of the sessions by another model. None: the policy answers all. `patterns`: what has a match,
+        or a secret, is not stored; None: all is."""
         self.watching = watching
+        self._patterns = patterns
+        if watching is not None:
+            watching.keeps = self._keeps
         self.keys = keys
         self._ledger = ledger
         self._episodes = episodes
@@ -168,16 +176,15 @@ class LiveSessions:
         [Mapping[str, Any]], Awaitable[LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]]
     ]:
         """What finds the session of a request by its body; by its messages, once they are rendered, where its client names none.
-        What is not to be recorded stays at the door. Raises RequestRefused."""
+        What is not to be recorded stays at a door. Raises RequestRefused."""
         is_excluded = self._is_excluded(user, headers)
 
         async def choose(
             body: Mapping[str, Any],
         ) -> LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]:
-            if is_excluded:
-                self._num_unrecorded += 1
-                return self.door_of(user)
             mark = session_mark(path, headers, body)
+            if is_excluded or self._is_private([body, mark.name]):
+                return await self._unrecorded(self._user(user), mark, path, body)
             if mark.name:
                 return await self._of_name(self._user(user), mark, path)
             if (live := await self._of_watched(self._user(user), mark, path, body)) is not None:
@@ -196,10 +203,33 @@ class LiveSessions:
             )
         return bool(given) or self.keys.is_excluded(user)
 
+    def _is_private(self, value: Any) -> bool:
+        return self._patterns is not None and is_private(value, self._patterns, decode=self._decode)
+
+    def _keeps(self, answer: str) -> bool:
+        """False, and counted, for an answer that is not to be stored, nor what it was asked."""
+        is_hidden = self._is_private(answer)
+        self._num_unrecorded += is_hidden
+        return not is_hidden
+
+    def keeps(self, response: Response) -> bool:
+        """False for one that is not to be stored."""
+        return self._keeps(self._decode(response.sampled_ids.tolist()) if response.text is None else response.text)
+
+    async def _unrecorded(self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any]) -> LiveEpisode:
+        """The door at which a request is answered of which nothing is stored: by whom its session is."""
+        self._num_unrecorded += 1
+        if (live := user.named.get((mark.name, mark.is_side))) is not None:
+            is_watched = live.is_watched
+        else:
+            is_watched = self.watching is not None and await self.watching.takes(path, body, user=user.name)
+        return user.watched_door if is_watched else user.door
+
     def _user(self, name: str) -> _User:
         if name not in self._users:
             nowhere = _episode(Session(f"live-{name}", 0, "", False), user=name)
-            self._users[name] = _User(name, LiveEpisode(episode=nowhere, is_recorded=False, adapter=self._served))
+            door = partial(LiveEpisode, episode=nowhere, is_recorded=False, adapter=self._served)
+            self._users[name] = _User(name, door(), door(is_watched=True))
         return self._users[name]
 
     async def _of_name(self, user: _User, mark: SessionMark, path: str) -> LiveEpisode:
@@ -242,16 +272,18 @@ class LiveSessions:
         """Have the other model answer a request of a session that it answers. False: it is down, and the session that begins is the
         policy's. Raises Failure before anything was sent."""
         live, known = call.live, self._open.get(call.live.episode_id)
-        if self.watching is None or known is None:
+        if self.watching is None or (known is None and live.is_recorded):
             raise Failure(409, "another model has begun this session, and is not asked any more; begin another session")
-        session = known.session
+        session = None if known is None else known.session
         try:
             await self.watching.answer(
-                call, scope, body, user=known.user.name, is_named=bool(session.name), is_side=session.is_side, send=send
+                call, scope, body, session=session, user="" if known is None else known.user.name, send=send
             )
         except Failure as failure:
             if not (is_down(failure) and self.watching.can_be_left_out and self.watching.is_untouched(live.episode_id)):
                 raise
+            if known is None or session is None:
+                return False
             if not await asyncio.wrap_future(self._ledger.take_over(episode_id=live.episode_id)):
                 raise
             live.is_watched = False
@@ -329,7 +361,12 @@ class LiveSessions:
             to.look(NextTurn(round_.episode_id, round_.parent, answer.text, said))
 
     async def feedback(self, **said: Any) -> FeedbackTaken:
-        """See `buffers.ledger.sessions.give_feedback`. A session that is not open here any more ends by it."""
+        """See `buffers.ledger.sessions.give_feedback`. A session that is not open here any more ends by it. Raises EpisodeError
+        for what is not to be stored."""
+        if self._is_private(said):
+            raise EpisodeError(
+                "feedback must have nothing that serve.private_patterns keeps out; say it in other words"
+            )
         taken = await asyncio.wrap_future(self._ledger.give_feedback(**said))
         if taken.trains and taken.episode_id not in self._open:
             await self._settle(taken.episode_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -350,6 +351,7 @@ class MockedServer:
         words_count: bool,
         policy: Policy,
         watching: Watching | None = None,
+        patterns: Sequence[re.Pattern[str]] | None = None,
     ) -> LiveSessions:
         """Open the model API to the keys of users, whose agents nobody starts. Before `start`. See `LiveSessions`."""
 
@@ -362,6 +364,7 @@ class MockedServer:
             ledger, keys=keys, episodes=self.episodes, silence_s=silence_s, retention_s=retention_s, words_count=words_count,
             policy=policy, decode=self.decode, roles=() if self._roles is None else self._roles.names,
             restore=restore, on_ended=lambda name, reason: self.on_ended(name, reason), watching=watching,
+            patterns=patterns,
         )  # fmt: skip
         return self.sessions
 

@@ -24,6 +24,7 @@ from starlette.types import Scope, Send
 
 from buffers.disk import replacing, why_refused
 from buffers.ledger.ledger import Ledger
+from buffers.ledger.sessions import Session
 from buffers.log_forms import BadRecord, checked
 from buffers.log_forms import Session as Conversation
 from configs.schema import UpstreamConfig
@@ -77,6 +78,8 @@ class Watching:
         self._more = asyncio.Event()
         self.number = 0
         """Demonstrations in the file."""
+        self.keeps: Callable[[str], bool] = lambda _: True
+        """False for an answer that is not to be recorded."""
         self._begin()
 
     # Who answers
@@ -111,12 +114,23 @@ class Watching:
         known = self._known.get(user, OrderedDict[bytes, str]())
         return next((known[digest] for digest in reversed(chain) if digest in known), None)
 
+    async def takes(self, path: str, body: Mapping[str, Any], *, user: str) -> bool:
+        """True if the other model answers a request of which nothing is stored: in a session of its own, else drawn by how the
+        conversation begins, so that all turns of it are answered by one model while the share stays."""
+        if (given := await self.read(path, body)) is None:
+            return False
+        asked, chain = given
+        roles = [str(each.get("role")) for each in asked.messages]
+        begins = roles.index("assistant") if "assistant" in roles else len(roles)
+        is_drawn = begins > 0 and int.from_bytes(chain[begins - 1][:4]) < self.share * (1 << 32)
+        return is_drawn or self.find(user, chain) is not None
+
     # What is asked and said
 
     async def answer(
-        self, call: Call, scope: Scope, body: bytes, *, user: str, is_named: bool, is_side: bool, send: Send
+        self, call: Call, scope: Scope, body: bytes, *, user: str, session: Session | None, send: Send
     ) -> None:
-        """Pass a request on, and record what is said. Raises Failure before anything was sent."""
+        """Pass a request on, and record what is said; nothing of no session. Raises Failure before anything was sent."""
         path: str = scope["path"]
         if path not in self._paths:
             raise Failure(
@@ -124,14 +138,20 @@ class Watching:
                 f"a session that {ROLE} answers must go on in a dialect that it speaks ({', '.join(self._paths)}), got {path}; "
                 f"begin another session",
             )
-        name = call.live.episode_id
-        seen = self._seen.setdefault(name, _Seen(user, time.monotonic(), is_side))
+        name, seen = call.live.episode_id, _Seen(user, time.monotonic(), is_side=False)
+        if session is not None:
+            seen = self._seen.setdefault(name, _Seen(user, time.monotonic(), session.is_side))
+
+        async def keep(fields: dict[str, Any], answer: bytes) -> None:
+            if session is not None:
+                await self._keep(name, seen, path, fields, answer, is_named=bool(session.name))
+
         seen.running += 1
         self._counts["requests"] += 1
         try:
             await self.upstream.answer(
                 call, path, body, send=send, headers=scope["headers"], query=scope.get("query_string", b""), most=MOST_KEPT_BYTES,
-                on_whole=lambda fields, answer: self._keep(name, seen, path, fields, answer, is_named=is_named),
+                on_whole=keep,
             )  # fmt: skip
         except Refused as failure:
             self._counts["slow" if failure.status == 504 else "down" if is_down(failure) else "refused"] += 1
@@ -155,6 +175,8 @@ class Watching:
     ) -> None:
         is_large = len(answer) > LARGE_BYTES
         said = await asyncio.to_thread(said_of, path, answer) if is_large else said_of(path, answer)
+        if not self.keeps(said.text):
+            return
         given = await self.read(path, fields)
         asked = fields.get("messages", fields.get("input", ""))
         round_ = await self.upstream.keep(name, role=ROLE, asked=asked, said=said.text)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ from mocked_server.fleet.member import (
 from mocked_server.fleet.routing import Routes
 
 logger = logging.getLogger(__name__)
+
+PROBE_DEATHS = 4
+"""One more than a request takes that kills engines (`mocked_server.generation`) and is under way beside the probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class EngineFleet:
         """End an engine; others continue what it was sampling."""
         engine = self._engines.pop(name)
         self._routes.leave(name)
+        self._tell_change()
         await engine.close()
 
     async def _keep(self, engine: FleetEngine) -> None:
@@ -162,6 +166,7 @@ class EngineFleet:
     async def _dismiss(self, engine: FleetEngine, error: EngineError) -> None:
         """Drop an engine that died too often. Raises `error` when no other engine is left."""
         del self._engines[engine.name]
+        self._tell_change()
         await engine.close()
         if not self._engines:
             raise error
@@ -255,12 +260,26 @@ class EngineFleet:
     # What is compared with the learner
 
     async def probe(self, prompt_token_ids: Sequence[int], *, params: Any, role: str = "") -> dict[str, Probed]:
-        """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`. One that dies meanwhile is left out."""
+        """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`; of one at least, without those that are
+        down. One that dies of something outside is asked again when it is back. Raises EngineLost for one that ends by itself
+        PROBE_DEATHS times."""
         samples: dict[str, Probed] = {}
-        for engine in list(self._engines.values()):
-            with suppress(EngineLost):
+        deaths = list[tuple[str, int]]()
+        while True:
+            left = [one for name, one in self._engines.items() if name not in samples]
+            engine = next((one for one in left if one.is_up or not self.is_supervised), None)
+            if engine is None and samples:
+                return samples
+            if engine is None:
+                await self._changed.wait()
+                continue
+            try:
                 samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
-        return samples
+            except EngineLost as lost:
+                if lost.by_itself and lost.life not in deaths:
+                    deaths.append(lost.life)
+                if not self.is_supervised or [name for name, _ in deaths].count(engine.name) == PROBE_DEATHS:
+                    raise
 
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
         """See `LayerEngine`; empty for an engine that cannot show them."""

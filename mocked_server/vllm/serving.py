@@ -180,7 +180,7 @@ class _Generation:
         live, plan = self.live, self.plan
         if live is None or plan is None:
             return
-        for response in responses:
+        for response in (each for each in responses if each.round_index is not None):
             live_round = LiveRound(
                 parent=plan.parent,
                 ids=np.concatenate([plan.tail_ids, response.sampled_ids]),

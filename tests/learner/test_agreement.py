@@ -19,7 +19,7 @@ from learner.agreement import ENOUGH, Agreement, Disagreement
 from learner.session import run_agreeing
 from learner.training.layout import CHUNK
 from learner.training.ranks import RankFailed
-from mocked_server.fleet.member import probe
+from mocked_server.fleet.member import EngineLost, probe
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.engine import free_sampling
 from tests.support.learner_parts import make_trainer
@@ -177,6 +177,18 @@ async def test_what_does_not_say_its_layers_does_not_hide_that_they_differ() -> 
     assert compared.apart is not None
 
 
+async def test_an_engine_that_dies_of_the_probe_disagrees() -> None:
+    class Dying(Engines):
+        async def probe(self, prompt: list[int], *, params: int, role: str = "") -> Any:
+            raise EngineLost("engine e0 died while it answered probe-1: it crashed (SIGSEGV)", by_itself=True)
+
+    ranks: Any = Ranks()
+    compared = agreement(Dying())
+    with pytest.raises(Disagreement, match=r"a probe of 3 \+ 48 tokens, .* it crashed \(SIGSEGV\); see the run's log"):
+        await compared.probe(ranks)
+    assert compared.apart is not None and compared.apart.difference is None and not compared.has_begun
+
+
 async def test_each_role_that_is_a_policy_of_its_own_is_compared() -> None:
     ranks: Any = Ranks()
     await agreement(Engines(e0=-1.0), roles=("asker", "solver")).probe(ranks)
@@ -187,7 +199,7 @@ class Pipeline:
     """Ends as its configuration says: `disagrees` with a `model_impl` or without, or does not come up."""
 
     def __init__(
-        self, config: Any, *, resume: bool, disagrees: tuple[str, ...], down: tuple[str, ...], difference: float
+        self, config: Any, *, resume: bool, disagrees: tuple[str, ...], down: tuple[str, ...], difference: float | None
     ) -> None:
         self.config, self.resume = config, resume
         impl = str(config.rollout.engine_args.get("model_impl", "own"))
@@ -241,12 +253,20 @@ async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
         assert made[1].resume
 
 
-async def test_a_refusal_says_what_lets_the_difference_pass() -> None:
+@pytest.mark.parametrize(
+    ("difference", "tried", "said"),
+    [
+        (1.7e-4, "engine and learner differ by 0.00017 nats", "or learner.max_mean_logprob_diff=0.002 lets it pass"),
+        (None, "engine dies of a probe: trying", "the engine did not start; look; train another model"),
+    ],
+)
+async def test_a_refusal_says_what_lets_the_difference_pass(difference: float | None, tried: str, said: str) -> None:
     def make(config: Any, *, resume: bool) -> Any:
-        return Pipeline(config, resume=resume, disagrees=("own",), down=("transformers",), difference=1.7e-4)
+        return Pipeline(config, resume=resume, disagrees=("own",), down=("transformers",), difference=difference)
 
-    _, code, errors = await run_agreeing(make, config=load_config(), again=False, note=lambda line: None)
-    assert code == 1 and "or learner.max_mean_logprob_diff=0.002 lets it pass" in str(errors[0])
+    notes = list[str]()
+    _, code, errors = await run_agreeing(make, config=load_config(), again=False, note=notes.append)
+    assert code == 1 and str(errors[0]).endswith(said) and notes[0].startswith(tried)
 
 
 @pytest.mark.engine

@@ -4,9 +4,11 @@ what is recorded, what is learned, and what never is."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,9 +69,9 @@ class Live(ServerThread):
         )
         sessions = self.server.serve_users(
             self.ledger, keys=self.keys, silence_s=SILENCE_S, words_count=True, policy=Newest(self.engine),
-            watching=self.watching,
+            watching=self.watching, patterns=[re.compile("up: melon|lemon")],
         )  # fmt: skip
-        self.generation.on_round = sessions.recorded
+        self.generation.on_round, self.generation.keeps = sessions.recorded, sessions.keeps
 
     def stop(self) -> None:
         self.call(self.watching.close())
@@ -256,6 +258,50 @@ def test_a_session_stays_with_the_model_that_began_it(live: Live) -> None:
         message.get("weight") for message in live.demonstrations(2)[1]["messages"] if message["role"] == "assistant"
     ]
     assert weights == [0, 0, None]
+
+
+def chat(client: openai.OpenAI, *words: str, **more: Any) -> str:
+    """The answer to a conversation."""
+    messages: Any = [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(words)]
+    answer = client.chat.completions.create(model="policy", messages=messages, **more)
+    return str(answer.choices[0].message.content)
+
+
+def test_what_is_not_to_be_stored_is_answered_by_whom_its_session_is_and_not_learned(live: Live) -> None:
+    client, hidden = live.openai(), live.openai(default_headers={"x-understudy-record": "none"})
+    named: Any = {"extra_headers": {"x-session-id": "mine"}}
+    for ask in (partial(chat, client), partial(chat, client, **named)):
+        assert ask("Hello.") == "up: Hello."
+        assert ask("Hello.", "up: Hello.", "lemon") == "up: lemon"
+        assert ask("Hello.", "up: Hello.", "melon") == "up: melon"
+        assert ask("Hello.", "up: Hello.", "melon", "up: melon", "And?") == "up: And?"
+    assert chat(hidden, "apple") == "up: apple" and chat(hidden, "apple", "up: apple", "And?") == "up: And?"
+    live.config.share = 0.0
+    assert chat(client, "Hello.", "up: Hello.", "lemon") == "up: lemon"
+    assert chat(client, "Hello.", "up: Hello.", "lemon", **named) == "up: lemon"
+    assert chat(hidden, "fig") == chat(hidden, "apple", "up: apple", "And?") == "ok"
+    assert [len(line["messages"]) for line in live.demonstrations(2)] == [2, 2]
+    stored = live.ledger.run(lambda db: db.execute("SELECT count(*) FROM round").fetchone()[0]).result(PATIENCE_S)
+    assert stored == 2 and list(live.sessions().values()) == [True, True]
+
+
+def test_what_is_not_to_be_stored_is_the_policys_where_the_other_model_is_down(live: Live) -> None:
+    hidden = live.openai(default_headers={"x-understudy-record": "none"})
+    with pytest.raises(openai.InternalServerError):
+        chat(hidden, "down")
+    live.promoted = 1
+    assert chat(hidden, "down") == "ok" and live.sessions() == {}
+
+
+@pytest.mark.parametrize("live", [{"share": 0.5}], indirect=True)
+def test_all_turns_of_a_conversation_that_is_not_stored_are_of_one_model(live: Live) -> None:
+    hidden = live.openai(default_headers={"x-understudy-record": "none"})
+    kinds = set()
+    for number in range(16):
+        said = chat(hidden, f"q{number}")
+        kinds.add(said)
+        assert chat(hidden, f"q{number}", said, "And?")[:2] == said[:2]
+    assert "ok" in kinds and len(kinds) > 2
 
 
 @pytest.mark.parametrize("live", [{"share": 0.5}], indirect=True)

@@ -4,19 +4,23 @@ what it keeps. Rules of mocked_server/live_sessions.py."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anthropic
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 
+from buffers.errors import UnderstudyError
 from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
+from buffers.private_text import read_patterns
 from configs.load import ConfigError, load_config
 from configs.schema import RolloutConfig
 from learner import live
@@ -37,7 +41,8 @@ NONE = {"x-understudy-record": "none"}
 class Served:
     """A server with users, and a scripted engine."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, *patterns: str) -> None:
+        self.patterns = [re.compile(each) for each in patterns] or None
         self.path = folder / "run" / "ledger.sqlite"
         self.path.parent.mkdir()
         self.keys = LiveKeys(self.path.parent)
@@ -49,9 +54,15 @@ class Served:
         def serve() -> None:
             start()
             self.sessions = self.server.server.serve_users(
-                self.server.ledger, keys=self.keys, silence_s=600.0, words_count=False, policy=FIRST
+                self.server.ledger,
+                keys=self.keys,
+                silence_s=600.0,
+                words_count=False,
+                policy=FIRST,
+                patterns=self.patterns,
             )
             self.server.generation.on_round = self.sessions.recorded
+            self.server.generation.keeps = self.sessions.keeps
 
         self.server._resume = serve  # type: ignore[method-assign]
         self.server.start()
@@ -128,6 +139,119 @@ def test_what_is_not_to_be_recorded_is_answered_and_leaves_nothing(
         for each in ids:
             said = http.post("/feedback", json={"response_id": each, "score": 1.0})
             assert said.status_code == 404 and "nothing is stored of it" in said.text
+
+
+@pytest.fixture
+def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[Served]:
+    served = Served(tiny_model, tmp_path, r"\bproject-\w+", r"(?i)salary")
+    yield served
+    served.server.stop()
+
+
+def test_what_has_private_text_is_answered_and_leaves_nothing(guarded: Served) -> None:
+    """Of the user's own patterns and of known forms, wherever a request has it, in each dialect; the turns before it stay."""
+    key = guarded.keys.add("ann")
+    ann = guarded.client(key)
+    ask(ann, "apple")
+    named = {"extra_headers": {"x-session-id": "mine"}}
+    ask(ann, "banana", **named)
+    ids = [
+        ask(ann, "banana", "ok", "my SALARY, cherry", **named),
+        ask(ann, "apple", "ok", "project-damson", "ok", "elder"),
+    ]
+    ids.append(ask(ann, "fig", extra_headers={"x-session-id": "of project-x"}))
+    ids.append(ask(ann, "grape ghp_" + "a1B2" * 10))
+    ids.append(ask(ann, "hazel", user="salary@host"))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"of": ["project-iris"]}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "kiwi"}]}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "lemon"},
+    ]  # fmt: skip
+    ids.append(ann.chat.completions.create(model="policy", messages=messages).id)  # type: ignore[arg-type]
+    ids.append(ann.responses.create(model="policy", input="mango", instructions="salary").id)
+    ids.append(ann.completions.create(model="policy", prompt=guarded.server.ids("olive project-x", end=False)).id)
+    ask(ann, "banana", "ok", "pear", **named)
+
+    texts = guarded.texts()
+    assert all(word in texts for word in ("apple", "banana", "pear"))
+    for word in (
+        "cherry",
+        "damson",
+        "elder",
+        "fig",
+        "grape",
+        "hazel",
+        "iris",
+        "kiwi",
+        "lemon",
+        "mango",
+        "olive",
+        "project",
+        "ghp",
+    ):
+        assert word not in texts
+    counts = guarded.server.ledger.counts()
+    assert (counts["rounds"], counts["episodes/running"]) == (3, 2)
+    assert guarded.server.server.status()["live/unrecorded"] == len(ids)
+    with guarded.server.http(key) as http:
+        for each in ids:
+            assert http.post("/feedback", json={"response_id": each, "score": 1.0}).status_code == 404
+        said = http.post("/feedback", json={"session": "mine", "score": 0.0, "text": "about my salary"})
+        assert said.status_code == 422, said.text
+        assert "serve.private_patterns" in said.text
+        assert http.post("/feedback", json={"session": "mine", "score": 0.0, "text": "no"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_private_text_is_given_and_leaves_nothing(guarded: Served, stream: bool) -> None:
+    key = guarded.keys.add("ann")
+    ann, engine = guarded.client(key), guarded.server.engine
+    ask(ann, "apple")
+    usual, engine.answer = engine.answer, lambda _: guarded.server.ids("project-cherry")
+    messages: list[Any] = [
+        {"role": "user", "content": "apple"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "banana"},
+    ]
+    with ann.chat.completions.with_streaming_response.create(model="policy", messages=messages, stream=stream) as said:
+        body = said.read().decode()
+    assert "cherry" in "".join(re.findall(r'"content":"([^"]*)"', body))
+    engine.answer = usual
+    given = re.search(r'"id": ?"([^"]+)"', body)
+    assert given is not None
+    with guarded.server.http(key) as http:
+        assert http.post("/feedback", json={"response_id": given[1], "score": 1.0}).status_code == 404
+    ask(ann, "apple", "ok", "banana", "project-cherry", "damson")
+    ask(ann, "apple", "ok", "elder")
+    texts = guarded.texts()
+    assert "elder" in texts and not any(word in texts for word in ("banana", "cherry", "damson"))
+    assert guarded.server.ledger.counts()["episodes/running"] == 1
+    assert guarded.server.server.status()["live/unrecorded"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("# names\n\nproject-\\w+\n", ""),
+        ("ann\n(\n", r"got '\(' in line 2 of .*: missing \)"),
+        ("a*\n", "it matches an empty text"),
+        ("a{99999999999}\n", "got 'a"),
+        (b"\xff\xfe", "be a text file of regular expressions"),
+        (None, "be a text file of regular expressions"),
+    ],
+)
+def test_patterns_that_cannot_be_used_are_refused_before_anything_starts(
+    tmp_path: Path, lines: str | bytes | None, said: str
+) -> None:
+    path = tmp_path / "private.txt"
+    if lines is not None:
+        path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    if not said:
+        (pattern,) = read_patterns(str(path))
+        assert pattern.search("the project-x") and not pattern.search("the project")
+    else:
+        with pytest.raises(UnderstudyError, match=f"serve.private_patterns must .*{said}"):
+            read_patterns(str(path))
 
 
 def test_a_wrong_word_in_the_header_is_refused_and_not_recorded(served: Served) -> None:

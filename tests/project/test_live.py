@@ -133,12 +133,16 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     live = Live(tmp_path)
     live.words += ["serve.gate.session_share=0.5", "serve.gate.sessions=4", "serve.sessions_keep_version=true"]
     live.words += ["buffer.replay.share=0.5", "buffer.replay.only=all"]
+    patterns = tmp_path / "private.txt"
+    patterns.write_text("codeword-\\w+\n")
+    live.words.append(f"serve.private_patterns={patterns}")
     keys = {name: live.command("serve", "keys", "add", name, *live.words).strip() for name in ("ann", "bob")}
     process = live.start()
     clients = clients_of(live, keys)
 
     kept = {"x-session-id": "kept"}
     ask(clients["ann"], "Say a word.", extra_headers=kept)
+    ask(clients["ann"], "Say codeword-apple.", extra_headers={"x-session-id": "hidden"})
 
     def use() -> bool:
         for name, client in clients.items():
@@ -163,6 +167,7 @@ def test_users_are_served_learned_from_and_found_again_after_a_kill(tmp_path):
     assert before > 0
     ask(clients["ann"], "Say a word.", extra_headers=kept)
     ask(clients["ann"], "Say a word.", extra_headers={"x-session-id": "begun now"})
+    assert live.answered("hidden") == set() and live.steps[-1]["live/unrecorded"] == 1
     assert live.answered("kept") == {0} and live.answered("begun now") == {before}
     assert "version 0 is served" in live.command("serve", "rollback", str(live.folder), "0")
     assert (0, "by hand") in [(each["version"], each["why"]) for each in live.history]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from buffers.errors import EngineDied, EngineError
-from mocked_server.fleet.engine_fleet import Caller, EngineFleet
+from mocked_server.fleet.engine_fleet import PROBE_DEATHS, Caller, EngineFleet
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from tests.support.patience import PATIENCE_S
 
@@ -302,3 +303,58 @@ async def test_an_engine_that_dies_or_a_caller_that_leaves_while_it_is_emptied_b
     engines[1].gate.set()
     assert await ask(fleet, "w") == "b"
     await asyncio.gather(*busy, return_exceptions=True)
+
+
+class PoisonedEngine(WordEngine):
+    """Its first `deaths` lives end with a request, by themselves or not."""
+
+    def __init__(self, name: str, *, deaths: int, by_itself: bool = False) -> None:
+        super().__init__(name)
+        self.deaths, self.by_itself = deaths, by_itself
+
+    async def generate(self, ids: list[int], params: Any, **_: Any) -> AsyncGenerator[Any, None]:
+        if self.lives <= self.deaths:
+            life = self.name, self.lives
+            self.die()
+            raise EngineLost(f"{self.name} died", life=life, by_itself=self.by_itself)
+        sampled = SimpleNamespace(token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]))
+        yield SimpleNamespace(finished=True, outputs=[sampled])
+
+
+async def probed(*engines: PoisonedEngine, without: str = "") -> list[str]:
+    """Engines that answered a probe of a fleet, with those that are up when `without` has left it, if one leaves."""
+    fleet = EngineFleet(engines, record_death=lambda *_: None)
+    await fleet.start()
+    keeping = asyncio.create_task(fleet.run())
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            if without:
+                await fleet.remove(without)
+            answers = await fleet.probe([5], params=None)
+        assert all(answer == ([5, 7, 7], [-1.0, -1.0], None) for answer in answers.values())
+        return list(answers)
+    finally:
+        keeping.cancel()
+
+
+async def test_a_probe_that_an_engine_dies_of_each_time_does_not_pass() -> None:
+    assert await probed(PoisonedEngine("a", deaths=PROBE_DEATHS - 1, by_itself=True)) == ["a"]
+    poisoned = PoisonedEngine("a", deaths=2 * PROBE_DEATHS, by_itself=True)
+    with pytest.raises(EngineLost, match="a died"):
+        await probed(poisoned)
+    assert poisoned.lives == PROBE_DEATHS
+
+
+async def test_what_is_killed_from_outside_is_asked_again_where_no_other_answers() -> None:
+    assert await probed(PoisonedEngine("a", deaths=2 * PROBE_DEATHS)) == ["a"]
+    sound, killed = PoisonedEngine("a", deaths=0), PoisonedEngine("b", deaths=1)
+    assert await probed(sound, killed) == ["a"], "it gets the same weights with its restart"
+    assert await probed(sound, PoisonedEngine("b", deaths=1), without="a") == ["b"]
+
+
+async def test_a_probe_of_an_engine_that_nobody_starts_again_says_so() -> None:
+    fleet = EngineFleet([PoisonedEngine("a", deaths=1)])
+    await fleet.start()
+    with pytest.raises(EngineLost, match="a died"):
+        await fleet.probe([5], params=None)
