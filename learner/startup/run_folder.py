@@ -273,8 +273,9 @@ def environment_files(folder: Path, server: Server) -> Iterator[None]:
             path = folder / name
             paths.append(path)
             lines = [f"{variable}={shlex.quote(value)}\n" for variable, value in variables.items()]
-            with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as sink:
-                sink.writelines(lines)
+            with replacing(path) as scratch:  # a program that waits for the file reads all of it
+                scratch.touch(mode=0o600)
+                scratch.write_text("".join(lines), encoding="utf-8")
         yield
     finally:
         for path in paths:
