@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from configs import fork_server
 from mocked_server.vllm.engine_arguments import set_process_environment
+from tests.support import stalls
 from tests.support.processes import warm_runs
 
 gc.disable()  # until all tests are imported: see `configs.fork_server.imports_kept`
@@ -103,8 +105,18 @@ def rollout(tiny_model: Path) -> Iterator[object]:
         rollout=RolloutConfig(max_tokens=256, max_model_len=MAX_MODEL_LEN, kv_cache_gb=0.0625),
         server=ServerConfig(),
     )
-    with VLLMRollout(settings) as rollout:
+    with VLLMRollout(settings) as rollout, stalls.watched(rollout._loop):
         yield rollout
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failed test shows where loops stood still in its last minutes."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    seen = [text for when, text in stalls.found if when > time.monotonic() - 180]
+    if report.failed and seen:
+        report.sections.append(("loops that stood still", "\n".join(seen)[-20_000:]))
 
 
 @pytest.fixture(autouse=True)
