@@ -79,6 +79,7 @@ def _run_rows() -> list[Row]:
         Row("serve.judge.prompt", "", f"{NEXT}::test_a_prompt_without_places_is_refused"),
         Row("serve.judge.max_tokens", "", f"{NEXT}::test_the_policy_judges_its_own_answers_by_what_is_said_next"),
         Row("serve.judge.timeout_s", "", f"{NEXT}::test_a_judge_that_fails_changes_nothing_and_the_next_is_judged"),
+        Row("serve.private_patterns", "", f"{WHOSE}::test_what_has_private_text_is_answered_and_leaves_nothing"),
         Row("serve.retention_days", "set", f"{WHOSE}::test_what_is_old_is_forgotten_some_at_a_time_and_its_space_given_back"),
         Row("serve.retention_days", "null", f"{WHOSE}::test_without_a_retention_nothing_is_forgotten_by_itself_and_one_shorter_than_a_silence_is_refused"),
         *[
