@@ -199,6 +199,10 @@ class VLLMEngine(EngineBase):
         self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
         self._paused_s = 0.0
         """Seconds of the last load."""
+        self._num_generating = 0
+        self._is_bare = False
+        """It has given its weights back, and loads them before the next request."""
+        self._changing = asyncio.Lock()
         self._ending: EngineEnding | None = None
         """End of the present process, as it was seen."""
         self._oom_kills = 0
@@ -207,6 +211,7 @@ class VLLMEngine(EngineBase):
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
+        self._is_bare = False
         self._ending, self._oom_kills = None, oom_kills()
         engine_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
@@ -344,10 +349,13 @@ class VLLMEngine(EngineBase):
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        while self._is_bare and self.is_up:
+            await self._while_alive(self._load(*self._weights[""], is_back=True))
         life, llm = (self.name, self._life), self._llm
         if not self.is_up:
             raise EngineLost(f"engine {self.name} is down", life=life, sampled=never_began(request_id))
         role, extra = extra.get(ADAPTER_OF, ""), {name: value for name, value in extra.items() if name != ADAPTER_OF}
+        self._num_generating += 1
         try:
             with self._silence.expecting(), self._adapters.newest(role) as adapter:
                 outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
@@ -370,6 +378,7 @@ class VLLMEngine(EngineBase):
                 raise refusal_of(error.__cause__) from error
             raise
         finally:
+            self._num_generating -= 1
             never_began(request_id)
 
     def _lost(self, request_id: str, llm: Any, *, life: tuple[str, int], sampled: Sequence[Sampled]) -> EngineLost:
@@ -396,22 +405,26 @@ class VLLMEngine(EngineBase):
         loaded = self.is_up and await self._while_alive(self._load(folder, version, role))
         return self._paused_s if loaded else 0.0
 
-    async def _load(self, folder: Path, version: int, role: str = "") -> None:
+    async def _load(self, folder: Path, version: int, role: str = "", *, is_back: bool = False) -> None:
+        """`is_back`: they are those that it gave back, unless it has weights again."""
         llm, began = self._llm, time.monotonic()
         if is_adapter(folder):
             with self._silence.expecting():
                 self._paused_s = await self._adapters.load(llm, folder, version=version, role=role)
             self.version = max(newest for _, newest in self._weights.values()) if role else version
             return
-        with self._silence.expecting():
-            await _freeze(llm)
-            self._stats.cleared(under_way=len(llm.output_processor.request_states))
-            # A load that fails leaves it frozen: nothing is sampled from weights that are half loaded.
-            with self._silence.long_work():
-                await _load_published(llm, folder)
-            await llm.update_weight_version(str(version))
-            self.version = version
-            await llm.resume_generation()
+        async with self._changing:
+            if is_back and not self._is_bare:
+                return
+            with self._silence.expecting():
+                await _freeze(llm)
+                self._stats.cleared(under_way=len(llm.output_processor.request_states))
+                # A load that fails leaves it frozen: nothing is sampled from weights that are half loaded.
+                with self._silence.long_work():
+                    await _load_published(llm, folder)
+                await llm.update_weight_version(str(version))
+                self.version, self._is_bare = version, False
+                await llm.resume_generation()
         self._paused_s = time.monotonic() - began
 
     async def layer_states(self, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
@@ -424,11 +437,21 @@ class VLLMEngine(EngineBase):
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
-        elsewhere the KV cache, and running requests compute theirs anew. An engine that dies meanwhile has none left."""
+        elsewhere the KV cache, and running requests compute theirs anew; where none runs, the weights that lie in a folder as well.
+        An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
             with self._silence.long_work():
-                await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else _free_cache(llm))
+                await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else self._free_memory(llm))
             self._stats.cleared(under_way=len(llm.output_processor.request_states))
+
+    async def _free_memory(self, llm: Any) -> None:
+        async with self._changing:
+            await _freeze(llm)
+            model, settings = self._vllm_config.model_config, self._vllm_config
+            has_folder = "" in self._weights and settings.lora_config is None and not model.is_multimodal_model
+            self._is_bare = has_folder and not self._num_generating
+            await llm.collective_rpc("free_memory", args=(self._is_bare,))
+            await llm.resume_generation()
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
@@ -505,12 +528,6 @@ async def _freeze(llm: Any) -> None:
     way arrive first: they are labelled in the engine, so their order does not matter."""
     await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-
-
-async def _free_cache(llm: Any) -> None:
-    await _freeze(llm)
-    await llm.collective_rpc("free_cache")
-    await llm.resume_generation()
 
 
 def free_sampling(*, tokens: int, temperature: float) -> Any:

@@ -39,11 +39,17 @@ class WorkerExtension:
             self._published_way = _tried_way(self)  # on the worker: another engine in this process has another model
         self._published_way(self, folder)
 
-    def free_cache(self) -> None:
-        """Called on a CPU while no block of the KV cache is in use: its pages go back to the system, and come again as zeros."""
+    def free_memory(self, has_weights: bool) -> None:
+        """Called on a CPU while no block of the KV cache is in use: its pages go back to the system, and come again as zeros.
+        `has_weights`: those of the weights, too, and what is packed of them, until all are loaded again."""
         libc = ctypes.CDLL(None)
-        for cache in tree_leaves(self.model_runner.kv_caches):  # type: ignore[attr-defined]
-            storage = cache.untyped_storage()
+        freed = tree_leaves(self.model_runner.kv_caches)  # type: ignore[attr-defined]
+        for module in self.model_runner.get_model().modules() if has_weights else ():  # type: ignore[attr-defined]
+            freed += module.parameters(recurse=False)
+            if "cpu_linear" in vars(module):
+                module.cpu_linear = None  # it holds the packed ones
+        for tensor in freed:
+            storage = tensor.untyped_storage()
             first = -(-storage.data_ptr() // PAGESIZE) * PAGESIZE
             size = (storage.data_ptr() + storage.nbytes() - first) // PAGESIZE * PAGESIZE
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, size)), MADV_DONTNEED)

@@ -248,6 +248,47 @@ def test_an_engine_that_slept_has_an_empty_cache_without_memory_and_answers(roll
     assert freed > 0.9 * 0.0625 * 2**30, "the cache's memory goes back to the system"
 
 
+@pytest.mark.parametrize("by_load", [False, True])
+def test_an_engine_that_slept_without_requests_has_no_weights_and_gets_them_before_the_next(
+    rollout, other_model, original_weights, by_load
+):
+    """Again by itself, once for several requests, or by newer ones that are loaded meanwhile."""
+    engine = rollout.engine
+    rollout.update_weights(other_model, version=1)
+
+    async def weights():
+        return (await engine._llm.collective_rpc("compute_weight_checksums"))[0]
+
+    async def sleep_between():
+        full = await weights()
+        await engine.sleep()
+        bare = await weights()
+        await engine.wake_up()
+        first = [engine.load_weights(other_model, version=2)] if by_load else []
+        *_, one, two = await asyncio.gather(*first, generate(engine, 8, seed=1), generate(engine, 8, seed=2))
+        return full, bare, [one, two], await weights()
+
+    full, bare, responses, after = rollout.wait(sleep_between())
+    assert bare != full and after == full, "vLLM has no sums of what it packed"
+    for response in responses:
+        assert set(response.versions.tolist()) == {1 + by_load}
+        assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_an_engine_that_slept_beside_a_request_keeps_its_weights(rollout, other_model, original_weights):
+    engine = rollout.engine
+    rollout.update_weights(other_model, version=1)
+
+    async def sleep_within():
+        running = await begun(partial(generate, engine, LONG, seed=1))
+        await engine.sleep()
+        return engine._is_bare, await running
+
+    is_bare, response = rollout.wait(sleep_within())
+    assert not is_bare and len(response.sampled_ids) == LONG
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
 def params(num_tokens: int, *, as_whole: bool, **more):
     found = sampling(num_tokens, seed=0)
     found.seed = None
