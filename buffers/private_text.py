@@ -13,39 +13,42 @@ from typing import Any
 
 from buffers.errors import UnderstudyError
 
-SECRETS = {
-    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
-    "Anthropic key": r"\bsk-ant-[\w-]{20,}",
-    "OpenAI key": r"\bsk-(?!ant-)(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",
-    "GitHub token": r"\b(?:gh[pousr]_\w{36,}|github_pat_\w{22,})",
-    "AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "Google key": r"\bAIza[\w-]{35}",
-    "Slack token": r"\bxox[abeoprs]-[\w-]{10,}",
-    "Hugging Face token": r"\bhf_[A-Za-z]{30,}",
-    "JSON web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
-    "password in a URL": r"(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)",
+_BEGINS, _BEGINS_RUN = r"(?:\b|(?<=\\[nrtbf]))", r"(?:(?<![\w-])|(?<=\\[nrtbf]))"
+"""A text within JSON within a text has escapes before it. A run of characters is looked through once: many beginnings in one would
+take its length each."""
+_SECRETS = {
+    "private key": (
+        "PRIVATE KEY",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
+        r"(?:(?:(?!-----BEGIN).)*?-----END [A-Z ]*PRIVATE KEY-----|(?:(?:\\+[nr]|\s)*[A-Za-z0-9+/=]{40,})*)",  # or it is cut
+    ),
+    "Anthropic key": ("sk-ant-", _BEGINS + r"sk-ant-[\w-]{20,}"),
+    "OpenAI key": ("sk-", _BEGINS_RUN + r"sk-(?!ant-)(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"),
+    "GitHub token": ("gh", _BEGINS + r"(?:gh[pousr]_\w{36,}|github_pat_\w{22,})"),
+    "AWS key": ("IA", _BEGINS + r"(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    "Google key": ("AIza", _BEGINS + r"AIza[\w-]{35}"),
+    "Slack token": ("xox", _BEGINS + r"xox[abeoprs]-[\w-]{10,}"),
+    "Hugging Face token": ("hf_", _BEGINS + r"hf_[A-Za-z]{30,}"),
+    "JSON web token": (".eyJ", _BEGINS_RUN + r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"),
+    "password in a URL": ("://", r"(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)"),
 }
-_HINTS = (
-    "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "AKIA", "ASIA", "AIza", "xox", "hf_", "eyJ", "PRIVATE KEY",
-    "://",
-)  # fmt: skip
-"""Each secret has one of them; looking for them is a hundred times as fast."""
-_SECRET = re.compile("|".join(f"(?P<s{n}>{pattern})" for n, pattern in enumerate(SECRETS.values())), re.DOTALL)
+"""Name -> a part that each has, looking for which is a hundred times as fast, and the form."""
+_FORMS = [(name, hint, re.compile(pattern, re.DOTALL)) for name, (hint, pattern) in _SECRETS.items()]
+_ESCAPED = re.compile(r"(?<!\\)\\+(?:u([0-9a-fA-F]{4})|([nrtbf\"/]))")
 
 
 def without_secrets(text: str, replacement: Callable[[str, str], str]) -> str:
     """`replacement(name, secret)`: what stands in its place."""
-
-    def replaced(match: re.Match[str]) -> str:
-        return replacement(list(SECRETS)[int(str(match.lastgroup)[1:])], match[0])
-
-    return _SECRET.sub(replaced, text) if any(hint in text for hint in _HINTS) else text
+    for name, hint, form in _FORMS:
+        if hint in text:
+            text = form.sub(lambda match, name=name: replacement(name, match[0]), text)  # type: ignore[misc]
+    return text
 
 
 def read_patterns(path: str) -> list[re.Pattern[str]]:
     """Regular expressions, one in a line; empty lines and those that begin with # are none. Raises UnderstudyError."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UnderstudyError(
             f"serve.private_patterns must be a text file of regular expressions, got {path}: {error}"
@@ -67,19 +70,32 @@ def read_patterns(path: str) -> list[re.Pattern[str]]:
 
 
 def is_private(value: Any, patterns: Sequence[re.Pattern[str]], *, decode: Callable[[list[int]], str]) -> bool:
-    """True if a text of a JSON value, or what ids in it say, has a secret or matches a pattern."""
-    return any(_has_secret(text) or any(each.search(text) for each in patterns) for text in _texts(value, decode))
+    """True if a text of a JSON value, one that is written within it with escapes, or what ids in it say, has a secret or matches a
+    pattern. Names of fields and numbers are texts, too."""
+    for text in _texts(value, decode):
+        if any(hint in text and form.search(text) for _, hint, form in _FORMS):
+            return True
+        plain = _ESCAPED.sub(_unescaped, text) if "\\" in text else text
+        if any(each.search(text) or (plain != text and each.search(plain)) for each in patterns):
+            return True
+    return False
 
 
-def _has_secret(text: str) -> bool:
-    return any(hint in text for hint in _HINTS) and _SECRET.search(text) is not None
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16)) if match[1] else "\n" if match[2] in "nrtbf" else match[2]
 
 
 def _texts(value: Any, decode: Callable[[list[int]], str]) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list) and value and all(type(each) is int and 0 <= each < 1 << 31 for each in value):
-        yield decode(value)
-    elif isinstance(value, list | Mapping):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield str(name)
             yield from _texts(each, decode)
+    elif isinstance(value, list):
+        numbers = [str(each).removesuffix(".0") for each in value]
+        if numbers and all(each.isdecimal() and len(each) < 10 for each in numbers):
+            yield decode(list(map(int, numbers)))
+        else:
+            for each in value:
+                yield from _texts(each, decode)
+    elif value is not None:
+        yield str(value)

@@ -305,7 +305,7 @@ class Generation:
         self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int]
     ) -> tuple[Round, Future[None]]:
         """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
-        ends when it is durable, or refused. Raises EpisodeClosed."""
+        ends when it is durable, or refused. Raises EpisodeError: the episode ended, or this is not to be stored."""
         response = Response(
             request_id="",
             sampled_ids=np.array(said, np.int32),
@@ -313,6 +313,8 @@ class Generation:
             versions=np.full(len(said), self.engine.version, np.int32),
         )
         trained = np.zeros(len(said), np.uint8)
+        if not self.keeps(response):
+            raise EpisodeError("it has text that is not to be stored")
         tree = self.episodes.get(episode_id).tree
         round_ = tree.add(response, prompt_ids=np.array(asked, np.int32), trained=trained, role=role)
         return round_, self._put(round_)

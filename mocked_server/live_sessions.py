@@ -183,8 +183,8 @@ class LiveSessions:
             body: Mapping[str, Any],
         ) -> LiveEpisode | Callable[[Conversation, Parse], Awaitable[LiveEpisode]]:
             mark = session_mark(path, headers, body)
-            if is_excluded or self._is_private([body, mark.name]):
-                return await self._unrecorded(self._user(user), mark, path, body)
+            if is_excluded or self.is_private([body, mark.name, mark.client]):
+                return await self._unrecorded(self._user(user), mark, path, body, is_excluded=is_excluded)
             if mark.name:
                 return await self._of_name(self._user(user), mark, path)
             if (live := await self._of_watched(self._user(user), mark, path, body)) is not None:
@@ -203,27 +203,40 @@ class LiveSessions:
             )
         return bool(given) or self.keys.is_excluded(user)
 
-    def _is_private(self, value: Any) -> bool:
+    def is_private(self, value: Any) -> bool:
+        """True if a JSON value has what is not to be stored."""
         return self._patterns is not None and is_private(value, self._patterns, decode=self._decode)
 
-    def _keeps(self, answer: str) -> bool:
+    def _keeps(self, answer: Any) -> bool:
         """False, and counted, for an answer that is not to be stored, nor what it was asked."""
-        is_hidden = self._is_private(answer)
+        is_hidden = self.is_private(answer)
         self._num_unrecorded += is_hidden
         return not is_hidden
 
     def keeps(self, response: Response) -> bool:
-        """False for one that is not to be stored."""
-        return self._keeps(self._decode(response.sampled_ids.tolist()) if response.text is None else response.text)
+        """False for one that is not to be stored: for its text, or for its ids, which have more of it."""
+        return self._keeps([response.text, response.sampled_ids.tolist()])
 
-    async def _unrecorded(self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any]) -> LiveEpisode:
-        """The door at which a request is answered of which nothing is stored: by whom its session is."""
+    async def _unrecorded(
+        self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any], *, is_excluded: bool
+    ) -> LiveEpisode:
+        """The door at which a request is answered of which nothing is stored: by whom its session is, or would be."""
         self._num_unrecorded += 1
-        if (live := user.named.get((mark.name, mark.is_side))) is not None:
-            is_watched = live.is_watched
-        else:
-            is_watched = self.watching is not None and await self.watching.takes(path, body, user=user.name)
-        return user.watched_door if is_watched else user.door
+        if self.watching is None:
+            return user.door
+        for is_side in sorted({mark.is_side, False}, reverse=True) if mark.name else ():
+            if (live := user.named.get((mark.name, is_side))) is not None:
+                return user.watched_door if live.is_watched else user.door
+            running = self._ledger.running_sessions(user=user.name, name=mark.name, is_side=is_side)
+            if found := await asyncio.wrap_future(running):
+                return user.watched_door if found[0].is_watched else user.door
+        if (given := await self.watching.read(path, body)) is None:
+            return user.door
+        asked, chain = given
+        others = {name: each for name, each in body.items() if name not in ("messages", "input")}
+        begins_so = is_excluded or self.is_private([asked.opening, others, mark.name, mark.client])
+        is_drawn = begins_so and self.watching.draws_alike(chain[: len(asked.opening)])
+        return user.watched_door if is_drawn or self.watching.find(user.name, chain) is not None else user.door
 
     def _user(self, name: str) -> _User:
         if name not in self._users:
@@ -363,7 +376,7 @@ class LiveSessions:
     async def feedback(self, **said: Any) -> FeedbackTaken:
         """See `buffers.ledger.sessions.give_feedback`. A session that is not open here any more ends by it. Raises EpisodeError
         for what is not to be stored."""
-        if self._is_private(said):
+        if self.is_private(said.get("text")):
             raise EpisodeError(
                 "feedback must have nothing that serve.private_patterns keeps out; say it in other words"
             )

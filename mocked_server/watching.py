@@ -78,7 +78,7 @@ class Watching:
         self._more = asyncio.Event()
         self.number = 0
         """Demonstrations in the file."""
-        self.keeps: Callable[[str], bool] = lambda _: True
+        self.keeps: Callable[[Any], bool] = lambda _: True
         """False for an answer that is not to be recorded."""
         self._begin()
 
@@ -114,16 +114,10 @@ class Watching:
         known = self._known.get(user, OrderedDict[bytes, str]())
         return next((known[digest] for digest in reversed(chain) if digest in known), None)
 
-    async def takes(self, path: str, body: Mapping[str, Any], *, user: str) -> bool:
-        """True if the other model answers a request of which nothing is stored: in a session of its own, else drawn by how the
-        conversation begins, so that all turns of it are answered by one model while the share stays."""
-        if (given := await self.read(path, body)) is None:
-            return False
-        asked, chain = given
-        roles = [str(each.get("role")) for each in asked.messages]
-        begins = roles.index("assistant") if "assistant" in roles else len(roles)
-        is_drawn = begins > 0 and int.from_bytes(chain[begins - 1][:4]) < self.share * (1 << 32)
-        return is_drawn or self.find(user, chain) is not None
+    def draws_alike(self, opening: Sequence[bytes]) -> bool:
+        """`draws` for a conversation of which nothing is stored, by how it begins: the same for all its turns, while the share
+        stays."""
+        return bool(opening) and int.from_bytes(opening[-1][:4]) < self.share * (1 << 32)
 
     # What is asked and said
 
@@ -175,22 +169,22 @@ class Watching:
     ) -> None:
         is_large = len(answer) > LARGE_BYTES
         said = await asyncio.to_thread(said_of, path, answer) if is_large else said_of(path, answer)
-        if not self.keeps(said.text):
-            return
+        is_kept = self.keeps([said.text, said.message])
         given = await self.read(path, fields)
         asked = fields.get("messages", fields.get("input", ""))
-        round_ = await self.upstream.keep(name, role=ROLE, asked=asked, said=said.text)
+        round_ = await self.upstream.keep(name, role=ROLE, asked=asked, said=said.text) if is_kept else None
         if round_ is not None and said.id:
             self._ledger.name_answer(request_id=said.id, episode_id=name, round_index=round_.round_index)
         if given is None or said.message is None or len(answer) >= MOST_KEPT_BYTES:
-            self._counts["unreadable"] += 1
+            self._counts["unreadable"] += is_kept
             return
         (messages, tools), chain = given
-        if not seen.is_side:
+        whole = digests([*messages, said.message])
+        if is_kept and not seen.is_side:
             line = self._exchange(seen, messages, chain, said=said.message, tools=tools)
             await self._written(self._append, self.folder / f"{name}.jsonl", [{**line, "model": said.model}])
-        whole = digests([*messages, said.message])
-        self._place(seen, whole)
+        if is_kept:
+            self._place(seen, whole)
         if not is_named:
             self._remember(seen.user, whole[-1], name)
 

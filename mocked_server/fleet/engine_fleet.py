@@ -261,8 +261,8 @@ class EngineFleet:
 
     async def probe(self, prompt_token_ids: Sequence[int], *, params: Any, role: str = "") -> dict[str, Probed]:
         """Engine -> what it samples after this prompt, see `mocked_server.fleet.member`; of one at least, without those that are
-        down. One that dies of something outside is asked again when it is back. Raises EngineLost for one that ends by itself
-        PROBE_DEATHS times."""
+        down. One that dies of something outside, or beside other requests, is asked again when it is back. Raises EngineLost for
+        one that ends by itself PROBE_DEATHS times."""
         samples: dict[str, Probed] = {}
         deaths = list[tuple[str, int]]()
         while True:
@@ -273,10 +273,11 @@ class EngineFleet:
             if engine is None:
                 await self._changed.wait()
                 continue
+            is_alone = not self._serving[engine.name]
             try:
                 samples[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
             except EngineLost as lost:
-                if lost.by_itself and lost.life not in deaths:
+                if lost.by_itself and is_alone and lost.life not in deaths:
                     deaths.append(lost.life)
                 if not self.is_supervised or [name for name, _ in deaths].count(engine.name) == PROBE_DEATHS:
                     raise

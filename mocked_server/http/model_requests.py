@@ -79,6 +79,7 @@ class Sessions(Protocol):
     """`mocked_server.live_sessions.LiveSessions`."""
 
     async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool: ...
+    def is_private(self, value: Any) -> bool: ...
 
 
 class ModelRequests:
@@ -216,7 +217,8 @@ class ModelRequests:
                     raise
                 failure = self._unreadable(call, path, cause, was_served=reply.has_begun)
         if why and reply.can_be_text:
-            shown = why[:MAX_REASON_CHARS] if call.live.is_recorded else NOT_RECORDED
+            is_hidden = not call.live.is_recorded or (self._sessions is not None and self._sessions.is_private(why))
+            shown = NOT_RECORDED if is_hidden else why[:MAX_REASON_CHARS]
             logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, shown)
             call.tells_text = True
             await self._ask(call, scope, replaying(body, receive), send)

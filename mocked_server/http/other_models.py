@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from mocked_server.conversation.chat_history import joined_text
@@ -34,9 +35,14 @@ class Asked(NamedTuple):
     tools: list[dict[str, Any]] | None
 
     @property
+    def opening(self) -> list[Message]:
+        """What was said before a model said anything."""
+        return list(takewhile(lambda message: message.get("role") != "assistant", self.messages))
+
+    @property
     def is_new(self) -> bool:
         """No model has said anything in it."""
-        return not any(message.get("role") == "assistant" for message in self.messages)
+        return len(self.opening) == len(self.messages)
 
 
 @dataclass(slots=True)

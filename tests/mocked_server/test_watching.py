@@ -285,6 +285,36 @@ def test_what_is_not_to_be_stored_is_answered_by_whom_its_session_is_and_not_lea
     assert stored == 2 and list(live.sessions().values()) == [True, True]
 
 
+@pytest.mark.parametrize("live", [{"share": 0.5}], indirect=True)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_private_turn_is_answered_by_the_model_that_began_its_session(live: Live, is_named: bool) -> None:
+    """Also where its session is silent, and lies in the ledger alone."""
+    client, sessions = live.openai(), live.server.sessions
+    assert sessions is not None
+    kinds = set()
+    for number in range(12):
+        more: Any = {"extra_headers": {"x-session-id": f"s{number}"}} if is_named else {}
+        said = chat(client, f"q{number}", **more)
+        kinds.add(said[:2])
+        if is_named and number % 2:
+            sessions._silence_s = -1.0
+            live.call(sessions.look())
+            sessions._silence_s = SILENCE_S
+        assert chat(client, f"q{number}", said, "lemon", **more)[:2] == said[:2]
+    assert kinds == {"up", "ok"}
+
+
+def test_what_the_other_model_thinks_is_looked_at_too(live: Live) -> None:
+    """It is in the demonstration. The scripted one thinks `hm`."""
+    sessions = live.server.sessions
+    assert sessions is not None
+    sessions._patterns = [re.compile("hm")]
+    assert chat(live.openai(), "Hello.") == "up: Hello."
+    assert chat(live.openai(), "Hello.", "up: Hello.", "And?") == "up: And?"
+    live.call(live.watching.write_silent(-1.0))
+    assert not list(live.run.rglob("*.jsonl")) and sessions.figures()["live/unrecorded"] == 2
+
+
 def test_what_is_not_to_be_stored_is_the_policys_where_the_other_model_is_down(live: Live) -> None:
     hidden = live.openai(default_headers={"x-understudy-record": "none"})
     with pytest.raises(openai.InternalServerError):

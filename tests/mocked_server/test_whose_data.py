@@ -3,8 +3,11 @@ what it keeps. Rules of mocked_server/live_sessions.py."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +23,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.doctor import findings
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reader import LedgerReader
-from buffers.private_text import read_patterns
+from buffers.private_text import is_private, read_patterns
 from configs.load import ConfigError, load_config
 from configs.schema import RolloutConfig
 from learner import live
@@ -30,6 +33,8 @@ from mocked_server.live_keys import LiveKeys
 from mocked_server.live_sessions import LiveSessions, Newest
 from tests.support.buffer_parts import make_round
 from tests.support.live_week import live_through
+from tests.support.patience import PATIENCE_S
+from tests.support.run_parts import ROOT
 from tests.support.server_parts import ServerThread
 
 FIRST = Newest(SimpleNamespace(version=0))
@@ -169,7 +174,9 @@ def test_what_has_private_text_is_answered_and_leaves_nothing(guarded: Served) -
     ]  # fmt: skip
     ids.append(ann.chat.completions.create(model="policy", messages=messages).id)  # type: ignore[arg-type]
     ids.append(ann.responses.create(model="policy", input="mango", instructions="salary").id)
-    ids.append(ann.completions.create(model="policy", prompt=guarded.server.ids("olive project-x", end=False)).id)
+    olive: list[Any] = guarded.server.ids("olive project-x", end=False)
+    ids += [ann.completions.create(model="policy", prompt=each).id for each in (olive, [float(olive[0]), *olive[1:]])]
+    ids.append(ask(ann, "quince", extra_headers={"user-agent": "project-agent/1.0"}))
     ask(ann, "banana", "ok", "pear", **named)
 
     texts = guarded.texts()
@@ -200,6 +207,51 @@ def test_what_has_private_text_is_answered_and_leaves_nothing(guarded: Served) -
         assert said.status_code == 422, said.text
         assert "serve.private_patterns" in said.text
         assert http.post("/feedback", json={"session": "mine", "score": 0.0, "text": "no"}).status_code == 200
+    key = guarded.keys.add("salary_office")
+    ask(guarded.client(key), "thyme", **named)
+    with guarded.server.http(key) as http:
+        assert http.post("/feedback", json={"session": "mine", "score": 0.0, "text": "no"}).status_code == 200
+
+
+TOKEN = "ghp_" + "a1B2" * 10
+OWN = [re.compile(each) for each in (r"\bproject-\w+", "Müller", r"\b\d{16}\b")]
+
+
+def decoded(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a project-x", {"project-x": 1}, {"card": [4111111111111111]}, json.dumps({"t": "a\nproject-x"}),
+        json.dumps(json.dumps({"t": "a\nproject-x"})), json.dumps("Herr Müller"), json.dumps({"t": f"a\n{TOKEN}"}),
+        json.dumps(json.dumps(f"a\n{TOKEN}")), "-----BEGIN RSA PRIVATE KEY-----\nMIIE", ["4111", "1", ["x project-x"]],
+    ],
+)  # fmt: skip
+def test_private_text_is_found_however_it_is_written(value: Any) -> None:
+    assert is_private(value, OWN, decode=decoded)
+
+
+@pytest.mark.parametrize(
+    "value", [{"t": 0.5, "m": None, "b": True, "ids": [[1, 2], [3.0, "4"]]}, "projects \\project", []]
+)
+def test_ordinary_values_are_not_private(value: Any) -> None:
+    assert not is_private(value, OWN, decode=decoded)
+
+
+LONG = """
+import re
+from buffers.private_text import is_private, without_secrets
+for part in ("sk-a", "eyJ-", "eyJaaaaaaaaaaaa.eyJ", "-----BEGIN PRIVATE KEY-----", "\\\\nsk-", "://a:b", "\\\\", "://a", "a"):
+    text = part * (2_000_000 // len(part))
+    is_private(text, [re.compile("project-x")], decode=str), without_secrets(text, lambda name, secret: name)
+"""
+
+
+def test_a_long_text_is_looked_through_once() -> None:
+    """Where each of many beginnings looks through all that follows, this takes hours."""
+    subprocess.run([sys.executable, "-c", LONG], check=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("stream", [False, True])

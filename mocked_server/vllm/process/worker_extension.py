@@ -38,6 +38,7 @@ class WorkerExtension:
         if self._published_way is None:
             self._published_way = _tried_way(self)  # on the worker: another engine in this process has another model
         self._published_way(self, folder)
+        give_memory_back()
 
     def free_memory(self, has_weights: bool) -> None:
         """Called on a CPU while no block of the KV cache is in use: its pages go back to the system, and come again as zeros.
