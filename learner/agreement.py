@@ -14,11 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from buffers.errors import UnderstudyError
+from buffers.errors import EngineError, UnderstudyError
 from configs.schema import Config
 from learner.reporting.run_metrics import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
 from learner.training.ranks import LearnerRanks
-from mocked_server.fleet.member import EngineLost
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Agreement:
         for role in self.roles or ("",):
             try:
                 probed = await self.engines.probe(prompt, params=params, role=role)
-            except EngineLost as lost:
+            except EngineError as lost:
                 probe = f"a probe of {len(prompt)} + {2 * tokens} tokens"
                 what = f"engines must answer {probe}, and one ended by itself each time: {lost}"
                 self.apart = Disagreement(what, difference=None, remedy="see the run's log; train another model")
