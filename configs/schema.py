@@ -293,8 +293,8 @@ class RolloutConfig(Section):
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
     sleep: bool = False
-    """Free the engine's memory while the learner updates, for both on one card: vLLM's sleep mode on a GPU, the KV cache on a
-    CPU, by itself for a pretrained model. Only with `buffer.max_policy_lag=0`, where nothing is generated meanwhile."""
+    """Free the engine's memory while the learner updates, for both on one card: vLLM's sleep mode on a GPU, KV cache and weights
+    on a CPU, by itself for a pretrained model. Only with `buffer.max_policy_lag=0`, where nothing is generated meanwhile."""
     kv_cache_gb: Positive | None = None
     """KV-cache memory of the engine, on each of its cards, in GiB. None: 0.25 on CPU, and for a pretrained model what
     `agents.concurrency` conversations of `max_model_len` tokens take, up to a twentieth of the memory; on a GPU what
