@@ -13,14 +13,17 @@ from typing import Any
 
 from buffers.errors import UnderstudyError
 
-_BEGINS, _BEGINS_RUN = r"(?:\b|(?<=\\[nrtbf]))", r"(?:(?<![\w-])|(?<=\\[nrtbf]))"
-"""A text within JSON within a text has escapes before it. A run of characters is looked through once: many beginnings in one would
-take its length each."""
+_BEGINS = r"(?:\b|(?<=\\[nrtbf]))"
+"""A text within JSON within a text has escapes before it."""
+_BEGINS_RUN = r"(?:(?<![\w-])|(?<=(?<![\w-])-)|(?<=\\[nrtbf]))"
+"""The same of a run of characters, which is looked through once: many beginnings in one would take its length each. A line that is
+removed begins with a minus."""
+_LINE = r"(?:\\+[nr]|\s)+(?:[A-Z][\w-]+: [^\s\\]*|[A-Za-z0-9+/=]{40,})"
 _SECRETS = {
     "private key": (
         "PRIVATE KEY",
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
-        r"(?:(?:(?!-----BEGIN).)*?-----END [A-Z ]*PRIVATE KEY-----|(?:(?:\\+[nr]|\s)*[A-Za-z0-9+/=]{40,})*)",  # or it is cut
+        rf"(?:(?:(?!-----BEGIN).)*?-----END [A-Z ]*PRIVATE KEY-----|(?:(?:{_LINE})+(?:(?:\\+[nr]|\s)[A-Za-z0-9+/=]+)?)?)",  # or cut
     ),
     "Anthropic key": ("sk-ant-", _BEGINS + r"sk-ant-[\w-]{20,}"),
     "OpenAI key": ("sk-", _BEGINS_RUN + r"sk-(?!ant-)(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"),
@@ -33,6 +36,8 @@ _SECRETS = {
     "password in a URL": ("://", r"(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)"),
 }
 """Name -> a part that each has, looking for which is a hundred times as fast, and the form."""
+SAID = frozenset({"messages", "input", "contents", "prompt", "tools", "system", "instructions"})
+"""Fields of a request in which something is said; in the others numbers and names are settings."""
 _FORMS = [(name, hint, re.compile(pattern, re.DOTALL)) for name, (hint, pattern) in _SECRETS.items()]
 _ESCAPED = re.compile(r"(?<!\\)\\+(?:u([0-9a-fA-F]{4})|([nrtbf\"/]))")
 
@@ -71,13 +76,14 @@ def read_patterns(path: str) -> list[re.Pattern[str]]:
 
 def is_private(value: Any, patterns: Sequence[re.Pattern[str]], *, decode: Callable[[list[int]], str]) -> bool:
     """True if a text of a JSON value, one that is written within it with escapes, or what ids in it say, has a secret or matches a
-    pattern. Names of fields and numbers are texts, too."""
+    pattern. Numbers and names of fields are texts where something is said in them (`SAID`)."""
     for text in _texts(value, decode):
-        if any(hint in text and form.search(text) for _, hint, form in _FORMS):
-            return True
         plain = _ESCAPED.sub(_unescaped, text) if "\\" in text else text
-        if any(each.search(text) or (plain != text and each.search(plain)) for each in patterns):
-            return True
+        for each in dict.fromkeys((text, plain)):
+            if any(hint in each and form.search(each) for _, hint, form in _FORMS):
+                return True
+            if any(pattern.search(each) for pattern in patterns):
+                return True
     return False
 
 
@@ -85,17 +91,25 @@ def _unescaped(match: re.Match[str]) -> str:
     return chr(int(match[1], 16)) if match[1] else "\n" if match[2] in "nrtbf" else match[2]
 
 
-def _texts(value: Any, decode: Callable[[list[int]], str]) -> Iterator[str]:
+def _texts(value: Any, decode: Callable[[list[int]], str], *, is_said: bool = False) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, each in value.items():
-            yield str(name)
-            yield from _texts(each, decode)
+            if is_said:
+                yield str(name)
+            yield from _texts(each, decode, is_said=is_said or name in SAID)
     elif isinstance(value, list):
-        numbers = [str(each).removesuffix(".0") for each in value]
-        if numbers and all(each.isdecimal() and len(each) < 10 for each in numbers):
-            yield decode(list(map(int, numbers)))
-        else:
-            for each in value:
-                yield from _texts(each, decode)
-    elif value is not None:
+        numbers = [_number(each) for each in value]
+        if numbers and None not in numbers:
+            yield decode(numbers)  # type: ignore[arg-type]
+        for each in value:
+            yield from _texts(each, decode, is_said=is_said)
+    elif isinstance(value, str) or (is_said and value is not None):
         yield str(value)
+
+
+def _number(value: Any) -> int | None:
+    """The id that a list of ids has in this place, as it is read: whole floats and digits are ids."""
+    digits = (
+        str(value).removesuffix(".0") if type(value) in (int, float) or (type(value) is str and len(value) < 10) else ""
+    )
+    return int(digits) if digits.isdecimal() and len(digits) < 10 else None

@@ -209,13 +209,13 @@ class LiveSessions:
 
     def _keeps(self, answer: Any) -> bool:
         """False, and counted, for an answer that is not to be stored, nor what it was asked."""
-        is_hidden = self.is_private(answer)
+        is_hidden = self.is_private({"messages": answer})
         self._num_unrecorded += is_hidden
         return not is_hidden
 
     def keeps(self, response: Response) -> bool:
         """False for one that is not to be stored: for its text, or for its ids, which have more of it."""
-        return self._keeps([response.text, response.sampled_ids.tolist()])
+        return self._keeps([response.text, self._decode(response.sampled_ids.tolist())])
 
     async def _unrecorded(
         self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any], *, is_excluded: bool
@@ -233,10 +233,12 @@ class LiveSessions:
         if (given := await self.watching.read(path, body)) is None:
             return user.door
         asked, chain = given
+        if not asked.is_new and (known := self.watching.find(user.name, chain)) is not None:
+            return user.watched_door if known else user.door
         others = {name: each for name, each in body.items() if name not in ("messages", "input")}
-        begins_so = is_excluded or self.is_private([asked.opening, others, mark.name, mark.client])
+        begins_so = is_excluded or self.is_private([{"messages": asked.opening, **others}, mark.name, mark.client])
         is_drawn = begins_so and self.watching.draws_alike(chain[: len(asked.opening)])
-        return user.watched_door if is_drawn or self.watching.find(user.name, chain) is not None else user.door
+        return user.watched_door if is_drawn else user.door
 
     def _user(self, name: str) -> _User:
         if name not in self._users:
@@ -272,8 +274,12 @@ class LiveSessions:
         if self.watching is None or given is None:
             return None
         asked, chain = given
-        if (known := self.watching.find(user.name, chain)) is None:
-            return await self._begin(user, mark, is_watched=True) if asked.is_new and self._draws(path) else None
+        if not (known := self.watching.find(user.name, chain)):
+            if asked.is_new and self._draws(path):
+                return await self._begin(user, mark, is_watched=True)
+            if chain:
+                self.watching.remember(user.name, chain[-1], "")
+            return None
         if known in self._open and (live := self._episodes.find(known)) is not None:
             return live
         found = await asyncio.wrap_future(
@@ -293,10 +299,9 @@ class LiveSessions:
                 call, scope, body, session=session, user="" if known is None else known.user.name, send=send
             )
         except Failure as failure:
-            if not (is_down(failure) and self.watching.can_be_left_out and self.watching.is_untouched(live.episode_id)):
+            is_left_out = is_down(failure) and self.watching.can_be_left_out
+            if known is None or session is None or not (is_left_out and self.watching.is_untouched(live.episode_id)):
                 raise
-            if known is None or session is None:
-                return False
             if not await asyncio.wrap_future(self._ledger.take_over(episode_id=live.episode_id)):
                 raise
             live.is_watched = False

@@ -110,7 +110,7 @@ class Watching:
         return None if path not in self._paths else await asyncio.to_thread(read) if many else read()
 
     def find(self, user: str, chain: Sequence[bytes]) -> str | None:
-        """The unnamed session that the conversation continues."""
+        """The unnamed session that the conversation continues; empty: one of the policy's."""
         known = self._known.get(user, OrderedDict[bytes, str]())
         return next((known[digest] for digest in reversed(chain) if digest in known), None)
 
@@ -186,7 +186,7 @@ class Watching:
         if is_kept:
             self._place(seen, whole)
         if not is_named:
-            self._remember(seen.user, whole[-1], name)
+            self.remember(seen.user, whole[-1], name)
 
     def _exchange(
         self, seen: _Seen, messages: Sequence[Message], chain: Sequence[bytes], *, said: Message, tools: Any
@@ -205,7 +205,8 @@ class Watching:
             seen.places.setdefault(digest, (seen.exchanges, at + 1))
         seen.exchanges += 1
 
-    def _remember(self, user: str, digest: bytes, name: str) -> None:
+    def remember(self, user: str, digest: bytes, name: str) -> None:
+        """An unnamed conversation up to here is of this session; empty: of one that the policy answers."""
         known = self._known.setdefault(user, OrderedDict())
         known[digest] = name
         known.move_to_end(digest)
@@ -309,7 +310,7 @@ class Watching:
         for messages in wholes:
             for message, digest in zip(messages, digests(messages), strict=True):
                 if message.get("role") == "assistant" and message.get("weight") != 0:
-                    self._remember(name.rpartition("-")[0], digest, name)
+                    self.remember(name.rpartition("-")[0], digest, name)
 
     async def close(self) -> None:
         """End the connections."""

@@ -200,9 +200,10 @@ class VLLMEngine(EngineBase):
         self._paused_s = 0.0
         """Seconds of the last load."""
         self._num_generating = 0
-        self._is_bare = False
-        """It has given its weights back, and loads them before the next request."""
+        self._has_loaded = self._is_bare = False
+        """It has weights of a folder; it has given them back, and loads them before the next request."""
         self._changing = asyncio.Lock()
+        self._filling: asyncio.Task[None] | None = None
         self._ending: EngineEnding | None = None
         """End of the present process, as it was seen."""
         self._oom_kills = 0
@@ -211,7 +212,7 @@ class VLLMEngine(EngineBase):
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
-        self._is_bare = False
+        self._has_loaded = self._is_bare = False
         self._ending, self._oom_kills = None, oom_kills()
         engine_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
@@ -350,7 +351,9 @@ class VLLMEngine(EngineBase):
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         while self._is_bare and self.is_up:
-            await self._while_alive(self._load(*self._weights[""], is_back=True))
+            if self._filling is None or self._filling.done():
+                self._filling = asyncio.create_task(self._fill(self._llm), name="load weights again")
+            await asyncio.shield(self._filling)
         life, llm = (self.name, self._life), self._llm
         if not self.is_up:
             raise EngineLost(f"engine {self.name} is down", life=life, sampled=never_began(request_id))
@@ -423,7 +426,7 @@ class VLLMEngine(EngineBase):
                 with self._silence.long_work():
                     await _load_published(llm, folder)
                 await llm.update_weight_version(str(version))
-                self.version, self._is_bare = version, False
+                self.version, self._has_loaded, self._is_bare = version, True, False
                 await llm.resume_generation()
         self._paused_s = time.monotonic() - began
 
@@ -448,10 +451,20 @@ class VLLMEngine(EngineBase):
         async with self._changing:
             await _freeze(llm)
             model, settings = self._vllm_config.model_config, self._vllm_config
-            has_folder = "" in self._weights and settings.lora_config is None and not model.is_multimodal_model
-            self._is_bare = has_folder and not self._num_generating
+            is_whole = settings.lora_config is None and not model.is_multimodal_model and not has_gpu()
+            self._is_bare = self._has_loaded and is_whole and not self._num_generating
             await llm.collective_rpc("free_memory", args=(self._is_bare,))
             await llm.resume_generation()
+
+    async def _fill(self, llm: Any) -> None:
+        """Load what was given back. An engine that cannot is killed: its next process loads them."""
+        try:
+            await self._while_alive(self._load(*self._weights[""], is_back=True))
+        except EngineError as error:
+            logger.error("engine %s is killed: it cannot load its weights again: %s", self.name, error)
+            for process in llm.engine_core.resources.engine_manager.processes:
+                process.kill()
+            await self._until_gone(llm)
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""

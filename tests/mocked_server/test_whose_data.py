@@ -227,17 +227,29 @@ def decoded(ids: list[int]) -> str:
         "a project-x", {"project-x": 1}, {"card": [4111111111111111]}, json.dumps({"t": "a\nproject-x"}),
         json.dumps(json.dumps({"t": "a\nproject-x"})), json.dumps("Herr Müller"), json.dumps({"t": f"a\n{TOKEN}"}),
         json.dumps(json.dumps(f"a\n{TOKEN}")), "-----BEGIN RSA PRIVATE KEY-----\nMIIE", ["4111", "1", ["x project-x"]],
+        ["4111111111111111"], "\\u003ctoken\\u003e" + TOKEN, "postgres:\\/\\/app:hunter2@db", "-sk-proj-Abc123Def456Ghi789Jkl",
     ],
 )  # fmt: skip
 def test_private_text_is_found_however_it_is_written(value: Any) -> None:
-    assert is_private(value, OWN, decode=decoded)
+    assert is_private({"messages": value}, OWN, decode=decoded)
 
 
 @pytest.mark.parametrize(
-    "value", [{"t": 0.5, "m": None, "b": True, "ids": [[1, 2], [3.0, "4"]]}, "projects \\project", []]
-)
-def test_ordinary_values_are_not_private(value: Any) -> None:
+    "value",
+    [
+        {"messages": {"t": 0.5, "m": None, "b": True, "ids": [[1, 2], [3.0, "4"]]}}, {"messages": "projects \\project"},
+        {"seed": 4111111111111111, "project-x": 1, "thinking": {"budget_tokens": 4111111111111111}}, [], {"prompt": []},
+    ],
+)  # fmt: skip
+def test_ordinary_values_and_settings_are_not_private(value: Any) -> None:
     assert not is_private(value, OWN, decode=decoded)
+
+
+def test_a_value_that_is_nested_deep_is_looked_through_once() -> None:
+    value: Any = "a" * 200_000
+    for _ in range(400):
+        value = [value]
+    assert not is_private({"messages": value}, OWN, decode=decoded)
 
 
 LONG = """

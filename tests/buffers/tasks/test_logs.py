@@ -184,6 +184,17 @@ def test_secrets_are_counted_and_their_names_stand_in_their_place_where_that_is_
     assert json.loads(arguments) == {"x": [f"{before}[{name}]{after}"]}
 
 
+@pytest.mark.parametrize("escape", ["\n", "\\n"])
+def test_a_private_key_that_is_cut_is_replaced_as_far_as_it_goes(tmp_path: Path, escape: str) -> None:
+    lines_of_it = ["-----BEGIN RSA PRIVATE KEY-----", "Proc-Type: 4,ENCRYPTED", "", "aB1/" * 16, "aB1+" * 16, "aB=="]
+    (redacted,), found = read_all(
+        lines(tmp_path / "a.jsonl", chat(f"{escape.join(lines_of_it)}{escape}and so on")), redact=True
+    )
+    assert redacted.messages[0]["content"] == f"[private key]{escape}and so on" and set(found.secrets) == {
+        "private key"
+    }
+
+
 def test_ordinary_text_has_no_secrets(tmp_path: Path) -> None:
     text = "sk-circle-fade-dot-animation-large https://host:8080/a@b eyJ.eyJ.x git@github.com:a/b hf_hub_download AIza xoxo"
     assert not read_all(lines(tmp_path / "a.jsonl", chat(text)))[1].secrets
