@@ -335,6 +335,7 @@ class VLLMEngine(EngineBase):
                     disable_log_stats=True,
                     stat_loggers=[self._stats.logger()] if self._count_preemptions else None,
                 )
+            give_way(self._llm.engine_core.resources.output_socket)
             self._kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         except (RuntimeError, OSError, ValueError) as error:
             killed = isinstance(error, TimeoutError) and any(not process.is_alive() for process in self._processes)
@@ -522,6 +523,19 @@ class VLLMEngine(EngineBase):
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
+
+
+def give_way(socket: Any) -> None:
+    """Has the loop turn before each message of this asynchronous socket is received. pyzmq gives one that is there at once, and an
+    engine that says more than a busy process reads would keep its loop until the answer is over: vLLM reads nothing else between
+    two of them."""
+    receive = socket.recv_multipart
+
+    async def receive_in_turn(*args: Any, **more: Any) -> Any:
+        await asyncio.sleep(0)
+        return await receive(*args, **more)
+
+    socket.recv_multipart = receive_in_turn
 
 
 async def _load_published(llm: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,25 @@ def test_an_engine_that_slept_has_an_empty_cache_without_memory_and_answers(roll
     kept, after, freed = rollout.wait(sleep_between())
     assert kept > 0 and after == 0
     assert freed > 0.9 * 0.0625 * 2**30, "the cache's memory goes back to the system"
+
+
+def test_an_engine_that_says_more_than_its_process_reads_leaves_it_time_for_all_else(rollout, monkeypatch):
+    engine = rollout.engine
+    decoder = engine._llm.engine_core.decoder
+    decode = decoder.decode
+
+    def slowly(frames):
+        time.sleep(0.005)
+        return decode(frames)
+
+    async def first():
+        outputs = engine.generate(PROMPT, sampling(LONG, seed=1), request_id=f"fast-{time.monotonic_ns()}")
+        async with aclosing(outputs):
+            async for output in outputs:
+                return output.finished
+
+    monkeypatch.setattr(decoder, "decode", slowly)
+    assert rollout.wait(first()) is False, "the answer was read to its end before anything else had its turn"
 
 
 @pytest.mark.parametrize("by_load", [False, True])
