@@ -295,6 +295,53 @@ def test_an_engine_that_slept_without_requests_has_no_weights_and_gets_them_befo
         assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
 
 
+def test_a_caller_that_leaves_does_not_end_the_load_that_it_waited_for(
+    rollout, other_model, original_weights, monkeypatch
+):
+    engine, loads = rollout.engine, []
+    load = engine._load
+
+    async def counted(*args, **more):
+        loads.append(args)
+        await load(*args, **more)
+
+    async def leave():
+        await engine.sleep()
+        leaving = asyncio.create_task(generate(engine, 8, seed=1))
+        while not loads:
+            await asyncio.sleep(0)
+        leaving.cancel()
+        return await generate(engine, 8, seed=2)
+
+    rollout.update_weights(other_model, version=1)
+    monkeypatch.setattr(engine, "_load", counted)
+    response = rollout.wait(leave())
+    assert len(loads) == 1
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_an_engine_that_cannot_load_again_what_it_gave_back_is_lost_and_its_next_process_has_it(
+    rollout, other_model, original_weights, monkeypatch
+):
+    engine = rollout.engine
+
+    async def failing(*_, **__):
+        raise EngineError("no memory")
+
+    async def lose():
+        await engine.sleep()
+        monkeypatch.setattr(engine, "_load", failing)
+        with pytest.raises(EngineLost, match="is down"):
+            await asyncio.wait_for(generate(engine, 8, seed=1), PATIENCE_S)
+        monkeypatch.undo()
+        await engine.restart()
+        return await generate(engine, 8, seed=2)
+
+    rollout.update_weights(other_model, version=1)
+    response = rollout.wait(lose())
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
 def test_an_engine_that_slept_beside_a_request_keeps_its_weights(rollout, other_model, original_weights):
     engine = rollout.engine
     rollout.update_weights(other_model, version=1)
