@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,13 +26,15 @@ from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings
 from tests.support.patience import begun
-from tests.support.served_models import LONG, MAX_MODEL_LEN
+from tests.support.served_models import ENDLESS, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [40, 41, 42, 43]
 TOLERANCE = 1e-5
 RANK, KEPT = 4, 2
+MORE = 20
+"""Outputs of an answer that is given up, after all that it was needed for."""
 
 
 def settings_of(model: Path, *, kept: int) -> EngineSettings:
@@ -82,8 +85,10 @@ def make(tiny_model: Path, tmp_path: Path) -> Make:
 
 
 async def generate(
-    engine: VLLMEngine, num_tokens: int, *, seed: int, on_token: Callable[[], object] = int, role: str = ""
-) -> Any:
+    engine: VLLMEngine, num_tokens: int, *, seed: int, on_token: Callable[[], object] = int, role: str = "",
+    over: asyncio.Event | None = None,
+) -> Any:  # fmt: skip
+    """`over`: it is given up once that is set and some tokens more have come, so that it is under way as long as the test needs."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
@@ -91,9 +96,14 @@ async def generate(
     )
     recorder = AnswerRecorder(f"r-{seed}")
     own = {ADAPTER_OF: role} if role else {}
-    async for output in engine.generate(PROMPT, params, request_id=f"r-{seed}-{time.monotonic_ns()}", **own):
-        recorder.add(output)
-        on_token()
+    outputs, left = engine.generate(PROMPT, params, request_id=f"r-{seed}-{time.monotonic_ns()}", **own), MORE
+    async with aclosing(outputs):
+        async for output in outputs:
+            recorder.add(output)
+            on_token()
+            left -= over is not None and over.is_set()
+            if not left:
+                break
     (response,) = recorder.responses(version=-1)
     return response
 
@@ -103,8 +113,8 @@ def difference(model: Path, adapter: Path, response: Any) -> float:
     lm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     ids = torch.tensor([PROMPT + response.sampled_ids.tolist()])
     with torch.no_grad():
-        logprobs = lm(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
-    own = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
+        logits = lm(ids[:, :-1]).logits[0, len(PROMPT) - 1 :]
+    own = logits.gather(1, ids[0, len(PROMPT) :, None])[:, 0] - logits.logsumexp(-1)
     return float((own - torch.tensor(response.logprobs)).abs().max())
 
 
@@ -115,14 +125,16 @@ def test_a_generation_ends_under_the_adapter_it_began_with(
 
     async def load_midway() -> tuple[Any, Any]:
         await engine.load_weights(first, version=1)
-        running = await begun(partial(generate, engine, LONG, seed=1))
+        over = asyncio.Event()
+        running = await begun(partial(generate, engine, ENDLESS, seed=1, over=over))
         await engine.load_weights(second, version=2)
         later = await generate(engine, 100, seed=2)  # beside the first one, in the same steps
         assert not running.done(), "the first generation must still run for this to show anything"
+        over.set()
         return await running, later
 
     one, other = adapted.wait(load_midway())
-    assert len(one.sampled_ids) == LONG and set(one.versions.tolist()) == {1}
+    assert len(one.sampled_ids) > 100 and set(one.versions.tolist()) == {1}
     assert len(other.sampled_ids) == 100 and set(other.versions.tolist()) == {2}
     assert difference(tiny_model, first, one) < TOLERANCE
     assert difference(tiny_model, second, other) < TOLERANCE
@@ -136,7 +148,8 @@ def test_old_adapters_go_unless_they_are_used_and_those_outlive_their_folder(
 
     async def load_all() -> tuple[Any, set[int]]:
         await engine.load_weights(folders[0], version=3)
-        running = await begun(partial(generate, engine, LONG, seed=3))
+        over = asyncio.Event()
+        running = await begun(partial(generate, engine, ENDLESS, seed=3, over=over))
         shutil.copytree(folders[0], tmp_path / "copy")
         for number, folder in enumerate(folders[1:], start=4):
             shutil.rmtree(folders[0], ignore_errors=True)  # as the next version's publication does
@@ -144,6 +157,7 @@ def test_old_adapters_go_unless_they_are_used_and_those_outlive_their_folder(
             await generate(engine, 1, seed=number)
         loaded = await engine._llm.list_loras()
         assert not running.done()
+        over.set()
         return await running, loaded
 
     response, loaded = adapted.wait(load_all())
@@ -183,13 +197,13 @@ def test_each_role_has_versions_of_its_own_and_a_new_one_leaves_the_others_gener
         async def swap_midway() -> tuple[Any, Any, Any]:
             await load("a", 5)
             await load("b", 6)
-            begun = asyncio.Event()
-            running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=begun.set, role="b"))
-            old = asyncio.create_task(generate(engine, LONG, seed=2, role="a"))
-            await begun.wait()
+            over = asyncio.Event()
+            running = await begun(partial(generate, engine, ENDLESS, seed=1, role="b", over=over))
+            old = await begun(partial(generate, engine, ENDLESS, seed=2, role="a", over=over))
             await load("a", 6)
             new = await generate(engine, 20, seed=3, role="a")
             assert not running.done() and not old.done(), "they must still run for this to show anything"
+            over.set()
             return await running, await old, new
 
         other, old, new = rollout.wait(swap_midway())
