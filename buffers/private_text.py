@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ def _texts(value: Any, decode: Callable[[list[int]], str], *, is_said: bool = Fa
     elif isinstance(value, list):
         numbers = [_number(each) for each in value]
         if numbers and None not in numbers:
-            yield decode(numbers)  # type: ignore[arg-type]
+            with suppress(
+                IndexError, KeyError, OverflowError, TypeError, ValueError
+            ):  # ids that no token has say nothing
+                yield decode(numbers)  # type: ignore[arg-type]
         for each in value:
             yield from _texts(each, decode, is_said=is_said)
     elif isinstance(value, str) or (is_said and value is not None):
@@ -109,7 +113,5 @@ def _texts(value: Any, decode: Callable[[list[int]], str], *, is_said: bool = Fa
 
 def _number(value: Any) -> int | None:
     """The id that a list of ids has in this place, as it is read: whole floats and digits are ids."""
-    digits = (
-        str(value).removesuffix(".0") if type(value) in (int, float) or (type(value) is str and len(value) < 10) else ""
-    )
-    return int(digits) if digits.isdecimal() and len(digits) < 10 else None
+    digits = str(value).removesuffix(".0") if type(value) in (int, float, str) else ""
+    return int(digits) if len(digits) < 10 and digits.isdecimal() else None

@@ -215,7 +215,7 @@ class LiveSessions:
 
     def keeps(self, response: Response) -> bool:
         """False for one that is not to be stored: for its text, or for its ids, which have more of it."""
-        return self._keeps([response.text, self._decode(response.sampled_ids.tolist())])
+        return self._patterns is None or self._keeps([response.text, self._decode(response.sampled_ids.tolist())])
 
     async def _unrecorded(
         self, user: _User, mark: SessionMark, path: str, body: Mapping[str, Any], *, is_excluded: bool

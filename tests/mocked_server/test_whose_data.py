@@ -245,6 +245,14 @@ def test_ordinary_values_and_settings_are_not_private(value: Any) -> None:
     assert not is_private(value, OWN, decode=decoded)
 
 
+def test_numbers_that_are_no_ids_are_looked_at_as_numbers() -> None:
+    def none(ids: list[int]) -> str:
+        raise IndexError("a tokenizer that has no such token")
+
+    assert not is_private({"messages": [7, 8]}, OWN, decode=none)
+    assert is_private({"messages": [[7, 8], "project-x"]}, OWN, decode=none)
+
+
 def test_a_value_that_is_nested_deep_is_looked_through_once() -> None:
     value: Any = "a" * 200_000
     for _ in range(400):

@@ -189,6 +189,20 @@ def test_generation_freezes_by_a_call_of_the_engines_core():
     assert hasattr(BaseRenderer, "clear_mm_cache_async")
 
 
+def test_what_an_engine_says_is_received_by_one_call_of_its_socket():
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    source = inspect.getsource(AsyncMPClient._ensure_output_queue_task)
+    assert "output_socket = resources.output_socket" in source
+    assert source.count("output_socket.") == 2 and "await output_socket.recv_multipart(copy=False)" in source
+
+
+def test_what_a_cpu_packs_of_a_layer_is_held_by_one_attribute():
+    from vllm.model_executor.layers import utils
+
+    assert "return layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
+
+
 def test_the_last_message_of_a_start_has_a_timeout_of_its_own():
     from vllm.v1.engine import core_client
 
