@@ -92,7 +92,7 @@ def ours(folder: Path, made: Path, *, seed: int, arguments: argparse.Namespace) 
         f"model.path={made / smollm2.MODEL}", f"data.tasks={made / 'train.parquet'}",
         f"data.validation.tasks={made / 'test.parquet'}", f"data.validation.every={arguments.every}",
         f"run.steps={arguments.steps}", f"run.seed={seed}",
-        f"learner.lr={RATE}", f"buffer.groups_per_step={GROUPS}", f"buffer.group_size={GROUP_SIZE}",
+        f"learner.lr={RATE}", "learner.lr_warmup_steps=0", f"buffer.groups_per_step={GROUPS}", f"buffer.group_size={GROUP_SIZE}",
         f"rollout.max_tokens={MAX_TOKENS}", *arguments.override,
     ]  # fmt: skip
     command = [sys.executable, "-m", "learner.run", "--config", "smollm2", *words]

