@@ -1,9 +1,8 @@
 """`MultiRoundBufferDataset` (RFC #1172): scored episodes that are ready to train, as a torch dataset over the ledger.
 
 The generation loop puts batches, environments notify scores, the learner iterates it (directly, through a stock
-`DataLoader(dataset)`, or by `await sample(...)`). Invariants: an item is a full batch under one lease; a reply reaches
-its agent only once its round is stored; there is no polling. The learner ends a lease by `ledger.commit_step` or
-`ledger.release`.
+`DataLoader(dataset)`, or by `await sample(...)`). Invariants: an item is a full batch under one lease; a reply reaches its agent
+only once its round is stored; there is no polling. The learner ends a lease by `ledger.commit_step` or `ledger.release`.
 """
 
 from __future__ import annotations

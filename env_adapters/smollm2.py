@@ -57,8 +57,8 @@ def make(to: Path) -> Path:
             [python, reasoning_gym_tasks.__file__, address], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.splitlines()
         tasks = [Task(**json.loads(line), agent_name="single_turn_agent") for line in lines]
-        tasks = [task for task in tasks if int(task.ground_truth) >= 0]
-        write_tasks(to / name, [task for task in tasks if task.prompt[-1]["content"] not in asked])
+        new = [task for task in tasks if int(task.ground_truth) >= 0 and task.prompt[-1]["content"] not in asked]
+        write_tasks(to / name, new)
         asked |= {task.prompt[-1]["content"] for task in tasks}  # what is tested is not trained
     print(f"understudy: {MODEL} and {', '.join(TASKS)} are in {to}", flush=True)
     return to

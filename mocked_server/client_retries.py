@@ -1,9 +1,8 @@
 """Automatic retries of clients: one generation, however often it is asked for.
 
-The OpenAI and Anthropic clients send a request again when their connection breaks or times out. An `Answer` runs the
-application once, in a task of its own; connections attach to it. A retry attaches to the answer of the attempt before
-it: while that runs, or after it ended. An answer that no client waits for is given up after a moment (`GRACE_S`), which
-aborts its generation.
+The OpenAI and Anthropic clients send a request again when their connection breaks or times out. An `Answer` runs the application
+once, in a task of its own; connections attach to it. A retry attaches to the answer of the attempt before it: while that runs, or
+after it ended. An answer that no client waits for is given up after a moment (`GRACE_S`), which aborts its generation.
 
 What is kept is small: the last few complete answers of a running episode, as bytes, and few bytes.
 """

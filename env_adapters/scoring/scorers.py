@@ -1,9 +1,8 @@
 """Score functions for plain prompts and programs, by the names that `data.scorer` may give: these, `module.function`, a URL.
 
-What may be called is what the configuration names, and nothing else: a task's row only picks among those by its
-`data_source`. A scorer is a pure function (task, the model's answer) -> score; it never sees another task. Of a program that
-ended without a score (`agents.processes: 0`) the answer is a `ProgramOutput`. `env_adapters.scoring.rewards` calls
-them.
+What may be called is what the configuration names, and nothing else: a task's row only picks among those by its `data_source`. A
+scorer is a pure function (task, the model's answer) -> score; it never sees another task. Of a program that ended without a score
+(`agents.processes: 0`) the answer is a `ProgramOutput`. `env_adapters.scoring.rewards` calls them.
 """
 
 from __future__ import annotations

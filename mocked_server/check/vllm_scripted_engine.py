@@ -1,9 +1,8 @@
 """An engine that samples the line which `mocked_server.check.report` put into a request: vLLM's own, made to say the words.
 
-Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random
-length, encoded one by one), as a sampling model does: what depends on encoding text again is found out. Only what is
-sampled is forced: with `REHEARSAL_ARGUMENTS` the recorded log-probabilities are the model's own, so they can be
-compared with a learner's.
+Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random length, encoded
+one by one), as a sampling model does: what depends on encoding text again is found out. Only what is sampled is forced: with
+`REHEARSAL_ARGUMENTS` the recorded log-probabilities are the model's own, so they can be compared with a learner's.
 """
 
 from __future__ import annotations

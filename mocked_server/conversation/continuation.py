@@ -172,6 +172,5 @@ def diagnose_tokens(
     thought = said.reasoning or broken.text.partition("<think>")[2].partition("</think>")[0].strip()
     if thought and thought not in shown:
         return BranchCause.TEMPLATE_STRIPS_THINKING
-    if at >= sampled_from and shown.startswith(decode(sampled.tolist())):
-        return BranchCause.RETOKENIZED
-    return BranchCause.TOOL_ARGS_REWRITTEN if said.calls else BranchCause.TEMPLATE_REWRITES_HISTORY
+    is_alike = at >= sampled_from and shown.startswith(decode(sampled.tolist()))
+    return BranchCause.RETOKENIZED if is_alike else BranchCause.TEMPLATE_REWRITES_HISTORY

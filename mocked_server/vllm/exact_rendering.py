@@ -1,8 +1,7 @@
-"""The hook in vLLM's chat rendering: a chat that continues an earlier round of its episode becomes that round's ids
-plus a tail.
+"""The hook in vLLM's chat rendering: a chat that continues an earlier round of its episode becomes that round's ids and a tail.
 
-`ExactRendering` replaces `render_chat_async` of vLLM's renderer, which every chat-like dialect passes. What it finds
-out is left on the current `Call` for `QueueClient.generate`.
+`ExactRendering` replaces `render_chat_async` of vLLM's renderer, which every chat-like dialect passes. What it finds out is left
+on the current `Call` for `QueueClient.generate`.
 """
 
 from __future__ import annotations
@@ -127,10 +126,13 @@ class ExactRendering:
         parent, covered = found
         opening, new = stand_in(chat.messages, covered, said=SENTINEL)
         try:
+            kind, answer = _kind_of(chat.asked, opening, new), opening[-1]
+            if not (answer["content"] or kind in self._ends or SENTINEL in await self._text_of(opening, chat_params)):
+                answer["content"] = SENTINEL  # the template shows no calls
+                kind = _kind_of(chat.asked, opening, new)
             result = await self._render([[*opening, *new]], chat_params, *args, **kwargs)
             engine_input = result[1][0]
             ids = np.array(engine_input.get("prompt_token_ids") or (), np.int32)
-            kind = _kind_of(chat.asked, opening, new)
             end = self._ends.get(kind)
             if end is None or not end.is_in(ids):
                 end = await self._answer_end(opening, new, chat_params, ids)

@@ -77,13 +77,18 @@ class Figures:
 
 def attack(
     numbers: Sequence[int], *, seed: int, folder: Path, timeout_s: float = TIMEOUT_S, max_failures: int = MAX_FAILURES,
-    program: Path = PROGRAM, say: Callable[[str], None] = print,
+    program: Path = PROGRAM, say: Callable[[str], None] = print, model: Path | None = None,
+    max_difference: float = MAX_DIFFERENCE,
 ) -> Figures:  # fmt: skip
-    """Send the requests with these numbers; what failed is said at once, and is in the figures."""
-    model = make_tiny_model(folder / "tiny")
+    """Send the requests with these numbers; what failed is said at once, and is in the figures. `max_difference`: of the witness's
+    log-probabilities and those of `model` (None: a tiny one)."""
+    model = model or make_tiny_model(folder / "tiny")
     command = [sys.executable, str(program), str(model)]
     with nursery(command, log=folder / "server.log", env=child_environment()) as raised:
-        attacked = Attack(raised, numbers, seed=seed, folder=folder, model=model, timeout_s=timeout_s, say=say)
+        attacked = Attack(
+            raised, numbers, seed=seed, folder=folder, model=model, timeout_s=timeout_s, say=say,
+            max_difference=max_difference,
+        )  # fmt: skip
         while attacked.has_work() and len(attacked.figures.failures) < max_failures:
             attacked.live()
     return attacked.figures
@@ -103,7 +108,7 @@ class Attack:
 
     def __init__(
         self, raised: Nursery, numbers: Sequence[int], *, seed: int, folder: Path, model: Path, timeout_s: float,
-        say: Callable[[str], None],
+        say: Callable[[str], None], max_difference: float,
     ) -> None:  # fmt: skip
         self.figures = Figures()
         self._raised = raised
@@ -112,6 +117,7 @@ class Attack:
         self._model = model
         self._timeout_s = timeout_s
         self._say = say
+        self._max_difference = max_difference
         is_few = len(numbers) <= CLIENTS
         self._alone = deque(number for number in numbers if number < len(CASES) or is_few)
         self._crowd = deque(number for number in numbers if number >= len(CASES) and not is_few)
@@ -271,5 +277,5 @@ class Attack:
             self._fail(f"the witness's record: {error}", None)
             return
         self.figures.witness_difference = max(self.figures.witness_difference, off)
-        if not off <= MAX_DIFFERENCE:
-            self._fail(f"the witness's log-probabilities are off by {off:.1e}, at most {MAX_DIFFERENCE:g}", None)
+        if not off <= self._max_difference:
+            self._fail(f"the witness's log-probabilities are off by {off:.1e}, at most {self._max_difference:g}", None)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 import pytest
@@ -58,10 +59,10 @@ NUM_WITNESSED = 30
 """Rounds that the witness makes at least, beside 300 requests."""
 
 
-def check_attack(folder: Path, *, num_drawn: int) -> Figures:
-    """All known attacks, then so many drawn requests."""
+def check_attack(folder: Path, *, num_drawn: int, **more: Any) -> Figures:
+    """All known attacks, then so many drawn requests; `more`: of `attack`."""
     numbers = range(len(CASES) + num_drawn)
-    figures = attack(numbers, seed=0, folder=folder)
+    figures = attack(numbers, seed=0, folder=folder, **more)
     assert figures.failures == [], str(figures)
     assert figures.deaths == 0 and figures.drawn == num_drawn
     paths = {name.split()[0] for name in figures.answers}

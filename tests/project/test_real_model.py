@@ -1,7 +1,10 @@
-"""A real pretrained model as a stranger meets it: made from PyPI, trained at default rates, resumed, evaluated, loaded again."""
+"""A real pretrained model as a stranger meets it: made from PyPI, trained at default rates, resumed, evaluated, loaded again; two
+roles of it in a game, each an adapter; agents that are tried out on it; and hostile requests. Its vocabulary, its text and its
+template, which knows no tools, are not ours."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,10 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from buffers.records import Task
 from env_adapters import smollm2
+from learner.startup.model_and_tasks import plain_folder
+from mocked_server.check import trial
+from mocked_server.check.__main__ import TASK
+from tests.fuzz.test_fuzz import check_attack
+from tests.outside.test_clients import CLIENTS, MAX_DRIFT, assert_exact
+from tests.project.test_recovery import kill
+from tests.project.test_run_weights import figures, relay_files
 from tests.support.patience import PATIENCE_S
+from tests.support.run_parts import assert_nothing_left, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.long(minutes=8), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.long(minutes=10), pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -33,6 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("real")
     smollm2.make(here / "data" / "smollm2")
     return here
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """Its folder of float32 weights."""
+    source = folder / "data" / "smollm2" / smollm2.MODEL
+    return plain_folder(source, to=folder / "model", dtype="float32", say=print)
 
 
 def understudy(*words: str, cwd: Path) -> str:
@@ -82,3 +101,51 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
     with torch.no_grad():
         answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_two_roles_of_it_are_exact_after_sft_on_two_engines_of_which_one_dies_and_after_a_resume(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = (
+        *relay_files(tmp_path), f"model.path={model}", "sft.steps=2", "learner.lr=1e-4", "learner.lora.rank=8",
+        "learner.lora.per_role=true", "learner.entropy_coef=0.05", "rollout.engines=2", "rollout.kv_cache_gb=0.25",
+        "agents.concurrency=16", "buffer.groups_per_step=2", "buffer.group_size=4", "run.checkpoints.every=1",
+    )  # fmt: skip
+    run = start(tmp_path, "run.steps=2", *settings, config="configs/relay.yaml")
+    run.wait_for_step(1, timeout_s=2 * PATIENCE_S)
+    kill(run, "engine")
+    code, output = run.wait(timeout_s=2 * PATIENCE_S)
+    assert code == 0, output
+    again = start(tmp_path, "run.steps=3", *settings, config="configs/relay.yaml", resume="auto")
+    code, output = again.wait(timeout_s=2 * PATIENCE_S)
+    assert code == 0, output
+    for role in ("scout", "runner"):
+        assert figures(again, f"adapter/{role}/version") == [1, 2, 3]
+        checked, too_old = (figures(again, f"adapter/{role}/policy/{name}_share") for name in ("checked", "too_old"))
+        assert [round(one + other, 5) for one, other in zip(checked, too_old, strict=True)] == [1.0] * 3
+        assert 0.0 < max(figures(again, f"adapter/{role}/policy/max_logprob_diff")) < MAX_DRIFT
+    assert_nothing_left(again)
+
+
+def test_agents_are_tried_out_on_it_exactly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("configs.tiny_model.make_tiny_model", lambda *_, **__: model)
+    monkeypatch.setattr(trial, "MAX_LEN", 4096)
+    programs = ("chat_tools.py", "chat_async_stream.py", "responses_tools.py", "anthropic_tools.py")
+
+    async def reports() -> list[trial.Report]:
+        async with trial.trial_server() as server:
+            return [
+                await server.try_out(
+                    [sys.executable, str(CLIENTS / program)],
+                    task=Task(**{"task_id": program, **TASK}),
+                    timeout_s=PATIENCE_S,
+                )
+                for program in programs
+            ]
+
+    for report in asyncio.run(reports()):
+        assert_exact(report, rounds=4)
+
+
+def test_no_request_harms_an_engine_that_serves_it_or_who_else_is_answered(model: Path, tmp_path: Path) -> None:
+    check_attack(tmp_path, num_drawn=200, model=model, max_difference=MAX_DRIFT)

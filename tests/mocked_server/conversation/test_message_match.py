@@ -223,7 +223,7 @@ def test_strict_keeps_what_the_template_writes(strict):
     rounds, breaks = play(strict, [THOUGHT + "One.", "Two."])
     assert ([r.parent for r in rounds], breaks) == ([None, None], {"template_strips_thinking": 1})
     rounds, breaks = play(strict, [CALL, "Two."])
-    assert ([r.parent for r in rounds], breaks) == ([None, None], {"tool_args_rewritten": 1})
+    assert ([r.parent for r in rounds], breaks) == ([None, None], {"template_rewrites_history": 1})
 
 
 def test_strict_names_tokens_that_a_tokenizer_would_not_give(strict):

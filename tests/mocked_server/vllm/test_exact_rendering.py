@@ -128,6 +128,19 @@ async def test_the_end_of_an_answer_is_proved_for_each_kind_of_message_and_once(
     assert renderer.num_texts == 4 + 5, "two kinds; of calls also how the template ends an answer in words"
 
 
+async def test_calls_that_the_template_does_not_show_are_continued_as_they_were_sampled() -> None:
+    """It would leave an empty answer in the history: the model would not see what it did."""
+    call = said("", tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
+    result = {"role": "tool", "tool_call_id": "1", "content": "42"}
+    rendering = ExactRendering(Renderer(), strict=False)
+    rendering.parse = lambda *_: reply_of(call)
+    for sampled, tail in (("f()$", "u:42$a:"), ("f()", "$u:42$a:")):
+        live = first_round(sampled)
+        called, _ = await render(rendering, live, USER, call, result)
+        assert called.continuation is not None and called.continuation.parent is live.rounds[0]
+        assert "".join(map(chr, called.continuation.tail_ids)) == tail
+
+
 async def test_an_answer_that_speaks_of_the_end_of_a_turn_is_counted_by_itself() -> None:
     renderer = Renderer()
     rendering = ExactRendering(renderer, strict=False)
