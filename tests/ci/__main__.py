@@ -1,7 +1,7 @@
 """What `.ci/run` starts: `python -m tests.ci [--load N] [--stops]`.
 
-Three stages: `make check` (where it is red, nothing else is begun), `make test`, and the long tests without the whole matrix, which
-is played by hand. Ends with a line for each, and exit code 1 where one failed.
+Three stages: `make check` (where it is red, nothing else is begun), `make test` and `make test-long`. Ends with a line for each, and
+exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from tests.ci.disturbance import disturbed
 from tests.ci.stages import Stage, keep, machine_speed, run_stages, say
 
 ROOT = Path(__file__).parents[2]
-WHOLE_MATRIX = "tests/matrix/test_matrix.py::test_all_runs_show_their_rows"
 UNSTABLE = ROOT / "tests" / "unstable.jsonl"
 LEAST_FREE_GIB = 8
 """At most 5.5 were taken."""
 
 
-def made(target: str, *more: str) -> Stage:
+def made(target: str) -> Stage:
     """`make TARGET`, whose pytest has further words."""
-    words = ["--durations=25", *more]
-    return Stage(name=target, command=lambda log: ["make", target, f"PYTEST_ARGS={' '.join([*words, *log])}"])
+    return Stage(name=target, command=lambda log: ["make", target, f"PYTEST_ARGS={' '.join(['--durations=25', *log])}"])
 
 
 STAGES = (
@@ -38,7 +36,7 @@ STAGES = (
         ends_run=True,
     ),
     made("test"),
-    made("test-long", "--deselect", WHOLE_MATRIX),
+    made("test-long"),
 )
 
 

@@ -22,7 +22,6 @@ HELD_S = 8.0
 
 @NEEDS_ROOT
 @pytest.mark.long(minutes=3)
-@pytest.mark.timeout(1800)
 def test_a_run_goes_on_after_its_disk_was_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size="300m", inodes=5000) as disk:
         with started(disk.folder, {}, "run.steps=100000") as run:

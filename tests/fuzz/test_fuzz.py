@@ -73,7 +73,6 @@ def check_attack(folder: Path, *, num_drawn: int, **more: Any) -> Figures:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(900)
 def test_no_request_harms_the_real_engine_or_who_else_it_answers(tmp_path: Path) -> None:
     """And the witness's record would not be exact with other weights."""
     figures = check_attack(tmp_path, num_drawn=300)
@@ -88,7 +87,7 @@ def test_no_request_harms_the_real_engine_or_who_else_it_answers(tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.engine
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
 def test_no_request_of_thousands_harms_the_real_engine_or_who_else_it_answers(tmp_path: Path) -> None:
     figures = check_attack(tmp_path, num_drawn=5000)
     assert len(figures.memory) == 2, "its growth is looked at"

@@ -21,6 +21,7 @@ from learner import cli
 from learner.checkpoints.store import CheckpointError
 from learner.cli import CONFIG, FILES
 from learner.startup.run_folder import find_resume
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("pyproject.toml", "README.md", "LICENSE", *cli.PACKAGES)
@@ -230,7 +231,9 @@ def test_an_installed_wheel_trains_the_project_that_it_writes(installed, tmp_pat
     environment["PATH"] = f"{installed / 'bin'}{os.pathsep}{environment['PATH']}"
 
     def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -123,7 +123,7 @@ def test_no_advice_is_in_force_already_or_cannot_be_followed():
     assert set(BranchCause) > EXPECTED
 
 
-def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
+def run(served, program, tmp_path, timeout_s=PATIENCE_S, number=[0]):  # noqa: B006
     """Try an agent out: the scripted engine says the line that the rehearsal chose."""
     if "\n" in program:
         path = tmp_path / "agent.py"
@@ -166,7 +166,7 @@ def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_p
     program.write_text("import os, sys; sys.exit(3 * ('HF_TOKEN' in os.environ) + 5 * ('MY_TOOL_URL' in os.environ))")
     task = Task(task_id=f"environment-{tmp_path.name}", prompt=[{"role": "user", "content": "hi"}])
     rehearsal = AgentTrial(tools_server.server, tools_server.ledger)
-    work = rehearsal.try_out([sys.executable, str(program)], task=task, timeout_s=60, named=["MY_TOOL_URL"])
+    work = rehearsal.try_out([sys.executable, str(program)], task=task, timeout_s=PATIENCE_S, named=["MY_TOOL_URL"])
     try:
         assert tools_server.submit(work).result(PATIENCE_S).exit_code == 5
     finally:

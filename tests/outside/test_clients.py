@@ -33,7 +33,7 @@ from mocked_server.vllm.demonstrations import make_renderer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.outside.agent_environments import npm_packages, npm_program, python_with
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CLIENTS = Path(__file__).parent / "clients"
 MAX_DRIFT = 1e-4

@@ -14,7 +14,7 @@ import yaml
 
 from tests.outside.agent_environments import python_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.outside, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.outside]
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"

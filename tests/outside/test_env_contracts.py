@@ -20,7 +20,7 @@ from env_adapters.openenv import OpenEnv
 from tests.outside.agent_environments import python_with
 from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.outside, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "outside" / "environments"

@@ -16,7 +16,7 @@ from configs.schema import RolloutConfig
 from tests.outside.agent_environments import python_with
 from tests.support.server_parts import ServerThread
 
-pytestmark = [pytest.mark.slow, pytest.mark.outside, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.outside]
 
 EXAMPLES = Path(__file__).parents[2] / "agents" / "examples"
 INSPECT = ("inspect-ai==0.3.285", "openai==3.57.0")

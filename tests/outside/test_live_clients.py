@@ -15,7 +15,7 @@ from configs.schema import RolloutConfig
 from tests.outside.agent_environments import npm_program
 from tests.support.server_parts import ServerThread
 
-pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.outside, pytest.mark.slow]
 
 PROGRAMS = {
     "codex": ("@openai/codex@0.169.0", "codex"),

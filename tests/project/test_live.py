@@ -108,7 +108,7 @@ class Live:
 
 
 def until(holds, live: Live) -> None:
-    deadline = time.monotonic() + 10 * PATIENCE_S
+    deadline = time.monotonic() + 4 * PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, (live.folder.parent / "live.out").read_text()[-3000:]
         time.sleep(0.1)

@@ -58,7 +58,7 @@ def understudy(*words: str, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "learner.cli", *words], cwd=cwd, env=environment, capture_output=True, text=True,
-        timeout=6 * PATIENCE_S,
+        timeout=2 * PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -96,11 +96,14 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
     }
     rates = sum(step["learner/lr"] for step in steps)
     assert 0.0 < max(moved.values()) < 2 * rates, max(moved, key=moved.__getitem__)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    conversation = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is Paris."},
+    ]
+    tokens = tokenizer.apply_chat_template(conversation, return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
-        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer, skip_special_tokens=True)
+        now, before = (each(tokens).logits.log_softmax(-1)[0] for each in (model, source))
+    assert (before.exp() * (before - now)).sum(-1).mean() < 0.2, "another model: two layers mixed up are 1.0"
 
 
 def test_two_roles_of_it_are_exact_after_sft_on_two_engines_of_which_one_dies_and_after_a_resume(
@@ -112,12 +115,12 @@ def test_two_roles_of_it_are_exact_after_sft_on_two_engines_of_which_one_dies_an
         "agents.concurrency=16", "buffer.groups_per_step=2", "buffer.group_size=4", "run.checkpoints.every=1",
     )  # fmt: skip
     run = start(tmp_path, "run.steps=2", *settings, config="configs/relay.yaml")
-    run.wait_for_step(1, timeout_s=2 * PATIENCE_S)
+    run.wait_for_step(1)
     kill(run, "engine")
-    code, output = run.wait(timeout_s=2 * PATIENCE_S)
+    code, output = run.wait()
     assert code == 0, output
     again = start(tmp_path, "run.steps=3", *settings, config="configs/relay.yaml", resume="auto")
-    code, output = again.wait(timeout_s=2 * PATIENCE_S)
+    code, output = again.wait()
     assert code == 0, output
     for role in ("scout", "runner"):
         assert figures(again, f"adapter/{role}/version") == [1, 2, 3]

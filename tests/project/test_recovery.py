@@ -13,6 +13,7 @@ import pytest
 
 from buffers.ledger.schema import read_database
 from tests.faults.killer import descendants, living
+from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -33,7 +34,7 @@ PARTS = {
 
 def kill(run: Run, part: str) -> int:
     """SIGKILL to the part's process, once there is one; its pid."""
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE_S
     while not (found := [line for line in run.processes() if PARTS[part] in line]):
         assert run.process.poll() is None and time.monotonic() < until, f"there is no {part}"
         time.sleep(0.1)
@@ -44,7 +45,7 @@ def kill(run: Run, part: str) -> int:
 
 def until_episodes_run(run: Run, at_least: int = 4) -> None:
     """Wait until some do: between two steps there may be none that could fail, and the last of them may just be ending."""
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE_S
     with closing(read_database(run.folder / "ledger.sqlite")) as db:
         while db.execute("SELECT n FROM counter WHERE name = 'episodes/running'").fetchone()[0] < at_least:
             assert run.process.poll() is None and time.monotonic() < until, "no episode runs"

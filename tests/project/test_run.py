@@ -143,7 +143,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
 @pytest.mark.parametrize("starting", [pytest.param("understudy::learner_rank", marks=pytest.mark.long), "VLLM"])
 def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
     run = start(tmp_path, imports=starting != "VLLM")
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE_S
     while not any(starting in line for line in run.processes()):
         assert run.process.poll() is None and time.monotonic() < until
         time.sleep(0.2)
@@ -306,7 +306,7 @@ def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
     small = ("sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run = start(tmp_path, "run.steps=2", "agents.command=[]", *small)
     keys = run.folder / "agent.env"
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE_S
     while not keys.exists():
         assert run.process.poll() is None and time.monotonic() < until
         time.sleep(0.2)

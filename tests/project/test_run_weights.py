@@ -33,7 +33,7 @@ def figures(run: Run, name: str) -> list[float]:
 
 def puller_of(run: Run) -> int:
     """The process id of the run's puller."""
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE_S
     while True:
         found = [pid for pid, (_, line) in descendants(run.process.pid).items() if "understudy::weights_puller" in line]
         if found:

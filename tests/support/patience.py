@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PATIENCE_S = 180.0
+PATIENCE_S = 600.0
 
 
 async def begun(generate: Callable[..., Coroutine[Any, Any, T]]) -> asyncio.Task[T]:

@@ -38,7 +38,7 @@ class Run:
     children: set[tuple[str, str]] = field(default_factory=set)
     """(process id, start time) of each process seen."""
 
-    def wait(self, timeout_s: float = 400) -> tuple[int, str]:
+    def wait(self, timeout_s: float = 2 * PATIENCE_S) -> tuple[int, str]:
         """(exit code, what was printed); fails when it does not end."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
@@ -46,7 +46,7 @@ class Run:
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
-    def wait_for_step(self, step: int, timeout_s: float = 400) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 2 * PATIENCE_S) -> None:
         """Until `step` is in metrics.jsonl."""
         until = time.monotonic() + timeout_s
         path = self.folder / "metrics.jsonl"

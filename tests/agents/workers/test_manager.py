@@ -27,7 +27,7 @@ LOOPS = [
 HELLO = [{"role": "user", "content": "Hello."}]
 
 
-def wait(served, work, timeout_s=300.0):
+def wait(served, work, timeout_s=PATIENCE_S):
     return asyncio.run_coroutine_threadsafe(work, served._loop).result(timeout_s)
 
 

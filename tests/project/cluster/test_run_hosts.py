@@ -9,13 +9,14 @@ import pytest
 
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
+from tests.support.patience import PATIENCE_S
 from tests.support.remote.namespaces import Net, bridge, why_not
 from tests.support.remote.run_hosts import engines_up, join, last_step, run_on
 
 SLOW_MOVES = "env.command=['{python}', -m, env_adapters.walk.server, --latency-ms, '400']"
 """The run leaves processor time to what joins it."""
 
-pytestmark = [pytest.mark.long(minutes=5), pytest.mark.engine, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long(minutes=5), pytest.mark.engine]
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> N
         run.wait_for_step(3)
         assert engines_up(run) == {"e0", "e1"}
         join(net.host("d"), head, gpus=1)
-        until = time.monotonic() + 300
+        until = time.monotonic() + PATIENCE_S
         while "e2" not in engines_up(run):
             assert run.process.poll() is None and time.monotonic() < until, "no engine has joined"
             time.sleep(0.5)

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.project.test_resume import SMALL
+from tests.support.patience import PATIENCE_S
 from tests.support.remote.namespaces import Net, bridge, why_not
 from tests.support.remote.run_hosts import RAY, ROOT
 
-pytestmark = [pytest.mark.long(minutes=3), pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long(minutes=3), pytest.mark.engine]
 
 SRUN = """#!/bin/bash
 for word; do case $word in --nodelist=*) only=${{word#*=}} ;; --*) ;; *) break ;; esac; shift; done
@@ -61,6 +62,7 @@ def test_the_script_for_slurm_trains_on_every_node_of_its_job_and_resumes_when_i
         "PATH": f"{write_programs(net)}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # so long the other nodes look for the first one once it has ended
     }
     folder = net.shared / "slurm"
     for steps in (2, 3):  # the second time as after a requeue
@@ -71,7 +73,7 @@ def test_the_script_for_slurm_trains_on_every_node_of_its_job_and_resumes_when_i
             env=environment,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=2 * PATIENCE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((folder / "summary.json").read_text())

@@ -118,7 +118,7 @@ def test_an_engine_whose_start_is_given_up_ends(tiny_model: Path, method: str) -
 
 def booting(server: psutil.Process, there: set[psutil.Process]) -> int:
     """The engine, as soon as it is there and has read, or reads, what it needs."""
-    until = time.monotonic() + 100
+    until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         for child in set(server.children(recursive=True)) - there:
             with suppress(psutil.NoSuchProcess, FileNotFoundError):
