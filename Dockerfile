@@ -32,6 +32,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     /opt/understudy/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
  && useradd --create-home --uid 1000 understudy && install --directory --owner=understudy /work
 ENV PATH=/opt/understudy/bin:$PATH \
+    RAY_worker_niceness=0 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000

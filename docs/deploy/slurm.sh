@@ -18,6 +18,8 @@ address=$ip:6379
 
 RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+# At Ray's own 15 engines and ranks get what other programs of a node leave.
+export RAY_worker_niceness=0
 # Seconds for every node to join; imports from a shared file system are slow.
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 # Starts Ray on each node and the command on the first, and stops all that is Ray's on these nodes when it has ended.

@@ -231,9 +231,8 @@ def _ask(node: Node, paths: Sequence[str]) -> NodeReport:
     # Without this Ray hides all cards from what asked for none.
     environment = {"PYTHONPATH": python_path(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     try:
-        answer: NodeReport = answer_of(
-            called_on(on_node(node.id, environment=environment), _report, paths), timeout_s=ASK_S
-        )
+        place = on_node(node.id, environment=environment)
+        answer: NodeReport = answer_of(called_on(place, _report, paths), timeout_s=ASK_S)
         return answer
     except CallFailed as error:
         raise UnderstudyError(
@@ -241,7 +240,9 @@ def _ask(node: Node, paths: Sequence[str]) -> NodeReport:
             f"packages, and does not: {error}; install it there, or end Ray there"
         ) from None
     except UnderstudyError as error:
-        raise UnderstudyError(f"node {node.address} must answer, and does not: {error}; look after it") from error
+        raise UnderstudyError(
+            f"node {node.address} must answer, and does not: {error}; look after it, and start Ray with RAY_worker_niceness=0"
+        ) from error
 
 
 def _report(paths: Sequence[str]) -> NodeReport:

@@ -13,7 +13,7 @@ from tests.support.run_parts import ROOT, Run
 
 RAY = Path(sys.executable).with_name("ray")
 # A head that is started with it asks for it; without it Ray asks for none.
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "OMP_NUM_THREADS": "1"}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
 
 
 def join(host: Host, head: Host, *, gpus: int) -> None:
