@@ -98,7 +98,7 @@ from mocked_server.watching import Watching, weighed
 
 logger = logging.getLogger(__name__)
 
-ENV_START_S = 60.0
+ENV_START_S = 300.0
 USERS_VERSIONS = 16
 """Versions that ranks keep to check what users were told, however old what they learn from may be."""
 SFT_FIGURES = ("loss_first", "loss_last", "val_loss_last", "conversations", "refused", "seconds")

@@ -20,9 +20,8 @@ from tests.support.processes import warm_runs
 
 gc.disable()  # until all tests are imported: see `configs.fork_server.imports_kept`
 set_process_environment()
-os.environ["RAY_worker_niceness"] = (
-    "0"  # Ray's workers get what other processes leave, which beside the other tests is nothing
-)
+# Ray's workers get what other processes leave, which beside the other tests is nothing.
+os.environ |= {"RAY_worker_niceness": "0"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

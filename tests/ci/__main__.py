@@ -1,7 +1,7 @@
 """What `.ci/run` starts: `python -m tests.ci [--load N] [--stops]`.
 
-Three stages: `make check` (where it is red, nothing else is begun), `make test` and `make test-long`. Ends with a line for each, and
-exit code 1 where one failed.
+Three stages: `make check` (where it is red, nothing else is begun), `make test` and `make test-long`. Ends with a line for
+each, and exit code 1 where one failed.
 """
 
 from __future__ import annotations

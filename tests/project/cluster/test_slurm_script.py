@@ -62,7 +62,6 @@ def test_the_script_for_slurm_trains_on_every_node_of_its_job_and_resumes_when_i
         "PATH": f"{write_programs(net)}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # so long the other nodes look for the first one once it has ended
     }
     folder = net.shared / "slurm"
     for steps in (2, 3):  # the second time as after a requeue

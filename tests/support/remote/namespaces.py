@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -128,14 +129,10 @@ def _ip(words: str) -> None:
 
 def _child_of(pid: int) -> int:
     """The first process of its namespace, once it has set up."""
-    for _ in range(200):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            target = int(children[0])
-            # It has become `sleep` once all is mounted.
-            if Path(f"/proc/{target}/comm").read_text().strip() == "sleep":
-                return target
-            subprocess.run(["sleep", "0.05"], check=True)
-            continue
-        subprocess.run(["sleep", "0.05"], check=True)
-    raise OSError("its namespace was not set up within 10 s")
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if Path(f"/proc/{child}/comm").read_text().strip() == "sleep":  # it has become that once all is mounted
+                return int(child)
+        time.sleep(0.05)
+    raise OSError("its namespace was not set up")
