@@ -25,7 +25,7 @@ KEPT = ("policy/loss", "policy/kl_ref", "policy/grad_norm", "policy/entropy", "p
 GRPO = {"advantage": "grpo", "critic": "none"}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"recipe {name}": {"recipe": name} for name in RECIPES},
-    "shared critic": {"advantage": "gae", "critic": "shared", "gamma": 0.9, "epochs": 2},
+    "shared critic": {"advantage": "gae", "critic": "shared", "gamma": 0.9, "epochs": 2, "lr": 8e-4},
     **{f"correction {name}": {**GRPO, "correction": name} for name in ("none", "seq_tis", "icepop", "mis", "seq_mis", "naive")},
     "rejection": {**GRPO, "rejection": {"kind": "geo_mean", "low": 0.5, "high": 2.0}},
     **{f"kl {kind}": {**GRPO, "kl": {"coef": 0.1, "kind": kind}} for kind in ("k1", "abs", "k2", "k3")},
@@ -71,8 +71,7 @@ def figures(label: str, *, model: Path, folder: Path) -> dict[str, float]:
     trainer = make_trainer(model, **{**common, **settings})
     found: dict[str, float] = {}
     if label == "kl abs":  # where policy and reference are alike, its gradient is the sign of a rounding
-        for shard in trainer._own.reference:
-            shard.mul_(1.1)
+        trainer._own.reference = [1.1 * shard for shard in trainer._kept_weights()]
     try:
         for version, batch in enumerate(batches(label)):
             metrics = trainer.train_step(batch, version=version)

@@ -20,10 +20,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.seconds
 @pytest.mark.parametrize("label", GOLDEN)
 def test_steps_give_the_numbers_that_they_gave_before(label: str, model: Path, tmp_path: Path) -> None:
-    found, golden = figures(label, model=model, folder=tmp_path), dict(GOLDEN[label])
-    if (
-        label == "shared critic"
-    ):  # one of its 208 tokens stands at the clip's bound: roundings of the CPU decide on which side
-        assert found.pop("0 policy/clipfrac") == pytest.approx(golden.pop("0 policy/clipfrac"), abs=1.01 / 208)
-        assert found.pop("1 critic/vf_loss") == pytest.approx(golden.pop("1 critic/vf_loss"), rel=1.1e-3)
-    assert found == pytest.approx(golden, rel=1e-3, abs=1e-4)
+    assert figures(label, model=model, folder=tmp_path) == pytest.approx(GOLDEN[label], rel=1e-3, abs=1e-4)
