@@ -69,6 +69,7 @@ def test_every_generator_of_reasoning_gym_gives_tasks_and_its_own_scores() -> No
     assert {name for name, score in report["own"].items() if score < 0.99} == NO_TEXT
     assert sum(report["none"].values()) / 105 < 0.05
     assert report["levels"][0] < report["levels"][1] and report["system"] == "system" and report["again"]
+    assert report["plus"], "of an address is one"
     words = [
         "chain_sum are some",
         "got terms",

@@ -33,6 +33,8 @@ for name in sorted(DATASETS):
 first = [next(task_rows(f"{SCHEME}chain_sum?size=1&level={level}"))["prompt"][0]["content"] for level in (0, 3)]
 report["levels"] = [len(text) for text in first]
 report["system"] = next(task_rows(f"{SCHEME}chain_sum?size=1&system=direct"))["prompt"][0]["role"]
+sums = [row["prompt"][0]["content"] for row in task_rows(f'{SCHEME}basic_arithmetic?size=20&operators=["+"]')]
+report["plus"] = all("+" in text and " * " not in text for text in sums)
 report["again"] = list(task_rows(f"{SCHEME}chain_sum?size=4&seed=7")) == list(
     task_rows(f"{SCHEME}chain_sum?size=4&seed=7")
 )
