@@ -44,9 +44,10 @@ def _text_after_answer(tokenizer: Any, messages: Sequence[Message], *, tools: Se
     opening: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": STAND_IN}]
     try:
         text = _render(tokenizer, [*opening, *messages], tools=tools, prompt=True)
+        is_shown = not messages or text != _render(tokenizer, opening, tools=tools, prompt=True)
     except AgentError:
-        return _text_after_calls(tokenizer, messages, tools=tools)
-    return text.split(STAND_IN, 1)[1]
+        is_shown = False
+    return text.split(STAND_IN, 1)[1] if is_shown else _text_after_calls(tokenizer, messages, tools=tools)
 
 
 def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> str:
@@ -67,9 +68,10 @@ def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Seq
     ]
     before = _render(tokenizer, opening, tools=tools, prompt=False)
     text = _render(tokenizer, [*opening, *answers], tools=tools, prompt=True)
-    if not text.startswith(before):
+    if not text.startswith(before) or text == _render(tokenizer, opening, tools=tools, prompt=True):
         raise AgentError(
-            "the model's chat template must write a tool's result after its call, got another beginning; use another template"
+            "the model's chat template must write a tool's result after its call, got another beginning, or nothing of it; use "
+            "another template"
         )
     return _closing(tokenizer, tools=tools) + text[len(before) :]
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from buffers.errors import RequestRefused
 from buffers.records import Int32
 from buffers.training_rows import digest_of
 from mocked_server.conversation.chat_history import (
@@ -40,6 +43,14 @@ from mocked_server.vllm.sampling_rules import check_template_inputs
 
 SENTINEL = "0answer0"
 """An answer that no template changes."""
+
+ROLES = ("system", "developer", "tool")
+"""Whose words some templates leave out."""
+LEFT_OUT = (
+    "the model's chat template must show messages of the role %s, and leaves them out: the model never sees them; put a "
+    "chat_template.jinja that shows them into its folder"
+)
+logger = logging.getLogger(__name__)
 
 MAX_KINDS = 1024
 """Kinds of messages remembered; an agent may offer other tools in every request."""
@@ -86,6 +97,8 @@ class ExactRendering:
         self._strict = strict
         self._refusal = refusal
         self._ends: dict[int, AnswerEnd] = {}
+        self._shows: dict[tuple[str, bool], bool] = {}
+        """Role, and whether tools are offered -> does the template?"""
         self.parse: Parse = lambda text, _: ParsedReply(text.strip())
         renderer.render_chat_async = self.render_chat_async
 
@@ -102,6 +115,7 @@ class ExactRendering:
         asked = call.live.known(asked)
         chat = await call.apart(Conversation.of, conversations[0], asked)
         _make_writable(chat.messages)
+        await self._check_roles(chat, chat_params)
         parent = find_parent(call.live, chat, self.parse)
         if parent is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):
             short = await self._render_tail(call, chat, parent, chat_params, args, kwargs)
@@ -114,6 +128,20 @@ class ExactRendering:
             cause = self._why_not(call, chat, parent, plan, rendered_ids)
             call.continuation = dataclasses.replace(plan, cause=cause)
         return result
+
+    async def _check_roles(self, chat: Conversation, chat_params: Any) -> None:
+        """Raises RequestRefused where the template writes nothing of what tools say; of what others say it is logged, once."""
+        for role in ROLES:
+            key = (role, bool(chat.asked.template_kwargs.get("tools")))
+            at = max((at for at, message in enumerate(chat.messages) if message.get("role") == role), default=None)
+            if at is not None and key not in self._shows:
+                told = [*chat.messages[:at], {**chat.messages[at], "content": SENTINEL}]
+                with suppress(self._refusal):  # as it refuses the whole, or takes it
+                    self._shows[key] = SENTINEL in await self._text_of(told, chat_params)
+                if not self._shows.get(key, True):
+                    logger.warning(LEFT_OUT, role)
+            if role == "tool" and at is not None and not self._shows.get(key, True):
+                raise RequestRefused(LEFT_OUT % role)
 
     async def _render_tail(
         self, call: Call, chat: Conversation, found: tuple[LiveRound, int], chat_params: Any, args: Any, kwargs: Any

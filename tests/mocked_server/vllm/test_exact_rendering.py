@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from buffers.errors import RequestRefused
 from mocked_server.conversation.chat_history import reply_of
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.request_context import Call, current_call
@@ -24,13 +26,14 @@ class Params:
 
 class Renderer:
     """One id for each letter. The template: `u:One.$a:ok$`, and `a:` where an answer is asked for; a call is two more turns.
-    `drops`: it writes earlier answers in capitals."""
+    `drops`: it writes earlier answers in capitals; `without`: it leaves out messages of these roles."""
 
-    def __init__(self, *, drops: bool = False, opening: str = "a:") -> None:
+    def __init__(self, *, drops: bool = False, opening: str = "a:", without: Sequence[str] = ()) -> None:
         self.rendered: list[list[Any]] = []
         self.num_texts = 0
         self._drops = drops
         self._opening = opening
+        self._without = without
 
     def get_tokenizer(self) -> Any:
         return self
@@ -53,7 +56,7 @@ class Renderer:
                     "c$" * len(message.get("tool_calls") or ())
                     + f"a:{content.upper() if self._drops else content}{END}"
                 )
-            else:
+            elif message["role"] not in self._without:
                 text += f"u:{content}{END}"
         return text + (self._opening if kwargs.get("add_generation_prompt", True) else "")
 
@@ -139,6 +142,20 @@ async def test_calls_that_the_template_does_not_show_are_continued_as_they_were_
         called, _ = await render(rendering, live, USER, call, result)
         assert called.continuation is not None and called.continuation.parent is live.rounds[0]
         assert "".join(map(chr, called.continuation.tail_ids)) == tail
+
+
+async def test_a_template_that_leaves_out_what_tools_say_is_refused_and_of_other_roles_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    call = said("", tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
+    result = {"role": "tool", "tool_call_id": "1", "content": "42"}
+    told = {"role": "developer", "content": "Be short."}
+    rendering = ExactRendering(Renderer(without=("tool", "developer")), strict=False)
+    for _ in range(2):
+        await render(rendering, episode(), told, USER)
+        with pytest.raises(RequestRefused, match=r"must show messages of the role tool, .* chat_template\.jinja"):
+            await render(rendering, episode(), USER, call, result)
+    assert [record.args for record in caplog.records] == [("developer",), ("tool",)]
 
 
 async def test_an_answer_that_speaks_of_the_end_of_a_turn_is_counted_by_itself() -> None:
