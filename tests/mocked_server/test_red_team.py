@@ -384,7 +384,7 @@ ATTACKER = """
     def send(path, body):
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         try:
-            with urllib.request.urlopen(urllib.request.Request(base + path, body.encode(), headers), timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(urllib.request.Request(base + path, body.encode(), headers), timeout=600) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code

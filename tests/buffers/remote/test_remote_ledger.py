@@ -146,10 +146,11 @@ def test_a_watcher_hears_of_an_end_whose_news_died_with_the_process(
 
     ledger.watch(watcher)
     other = RemoteLedger(find_actor(tmp_path / "ledger.sqlite", node_id=nodes.disk), path=tmp_path, secret=SECRET)
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_tell", lambda page: None)  # the news is under way when the process dies
-        other.fail_episode(first.episode_id, "lost", max_attempts=1).result()
-        kill(ledger)
+    life, tell = ledger.where.cursor[0], ledger._tell
+    # The news is under way when the process dies.
+    monkeypatch.setattr(ledger, "_tell", lambda page: page.cursor[0] == life or tell(page))
+    other.fail_episode(first.episode_id, "lost", max_attempts=1).result()
+    kill(ledger)
     assert told.wait(PATIENCE_S)
     closed = {episode.episode_id: episode.state for news in heard for episode in news.closed}
     assert closed == {first.episode_id: EpisodeState.FAILED, second.episode_id: EpisodeState.FAILED}
