@@ -26,7 +26,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 THROW = """
 import os, random, socket, struct, sys
 from contextlib import suppress
-from tests.support.patience import PATIENCE_S
 "".encode("idna")
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -43,7 +42,7 @@ held, reached = [], set()
 for port in map(int, sys.argv[1:]):
     for words in garbage:
         with suppress(OSError):
-            sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+            sock = socket.create_connection(("127.0.0.1", port), timeout=600)
             held.append(sock)
             reached.add(port)
             sock.sendall(words)
