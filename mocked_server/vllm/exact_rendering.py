@@ -46,10 +46,7 @@ SENTINEL = "0answer0"
 
 ROLES = ("system", "developer", "tool")
 """Whose words some templates leave out."""
-LEFT_OUT = (
-    "the model's chat template must show messages of the role %s, and leaves them out: the model never sees them; put a "
-    "chat_template.jinja that shows them into its folder"
-)
+LEFT_OUT = "the model's chat template must show messages of the role %s, and leaves them out: put one that does into its folder"
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 1024
@@ -135,9 +132,11 @@ class ExactRendering:
             key = (role, bool(chat.asked.template_kwargs.get("tools")))
             at = max((at for at, message in enumerate(chat.messages) if message.get("role") == role), default=None)
             if at is not None and key not in self._shows:
-                told = [*chat.messages[:at], {**chat.messages[at], "content": SENTINEL}]
+                after = () if role == "tool" else chat.messages[at + 1 :]  # a system's words may be in the user's turn
+                told = [*chat.messages[:at], {**chat.messages[at], "content": SENTINEL}, *after]
                 with suppress(self._refusal):  # as it refuses the whole, or takes it
-                    self._shows[key] = SENTINEL in await self._text_of(told, chat_params)
+                    text = await self._text_of(told, chat_params)
+                    self._shows[key] = not text or SENTINEL in text  # vLLM's own renderers may give ids only
                 if not self._shows.get(key, True):
                     logger.warning(LEFT_OUT, role)
             if role == "tool" and at is not None and not self._shows.get(key, True):

@@ -11,10 +11,12 @@ from agents.chat_template_ids import tail_ids
 from buffers.errors import AgentError
 from tests.mocked_server.http.test_left_out_roles import TEMPLATE
 
-AFTER_CALLS = TEMPLATE.replace(
-    "if message['role'] in ('user', 'assistant')",
-    "if message['role'] != 'tool' or (messages[loop.index0 - 1].tool_calls)",
-)
+AFTER_CALLS = """\
+{%- for message in messages %}{% if message['role'] != 'tool' or messages[loop.index0 - 1].tool_calls %}<|im_start|>\
+{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 SAID = {"role": "tool", "tool_call_id": "c1", "content": "42"}
 
 

@@ -108,7 +108,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
 def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     small = ["--quick", "--rows", "8", "--longest", "128", "--hidden", "32", "--json", str(path)]
-    command = [sys.executable, "-m", "benchmarks.learner", *small, "--sides", "packed", "padded"]
+    command = [sys.executable, "-m", "benchmarks.learner", *small, "--sides", "packed", "padded", "two_ranks"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())

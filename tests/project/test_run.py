@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shlex
@@ -158,15 +157,15 @@ def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp_path, monkeypatch, number):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     run = start(tmp_path, "run.steps=3", "sft.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True)
     run.wait_for_step(1)
-    signals = itertools.cycle([signal.SIGTERM, signal.SIGINT])
     while run.process.poll() is None:  # two that come at once are one, for the kernel
-        os.killpg(run.process.pid, next(signals))
+        os.killpg(run.process.pid, number)
         time.sleep(0.1)
     code, output = run.wait()
     assert code == 130 and "Traceback" not in output, output

@@ -3,6 +3,7 @@ as the model would never see it; the same conversation without it is answered.""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import openai
@@ -12,13 +13,9 @@ from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from tests.support.server_parts import ServerThread
 
-TEMPLATE = """\
-{%- for message in messages %}
-{%- if message['role'] in ('user', 'assistant') %}<|im_start|>{{ message['role'] }}
-{{ message['content'] }}<|im_end|>
-{% endif %}{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+VLLM = Path(str(getattr(find_spec("vllm"), "origin", ""))).parent
+TEMPLATE = (VLLM / "transformers_utils" / "chat_templates" / "template_blip2.jinja").read_text(encoding="utf-8")
+"""vLLM's own for BLIP-2."""
 
 
 @pytest.mark.seconds

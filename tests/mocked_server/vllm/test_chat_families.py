@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from buffers.errors import RequestRefused
 from mocked_server.conversation.chat_history import ParsedReply
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.vllm.exact_rendering import ExactRendering
@@ -229,3 +230,33 @@ async def test_calls_are_continued_with_their_results() -> None:
         assert continued == ([False, False, False, True] if name == "functionary-3" else [False, True, True, True]), (
             name
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+async def test_what_a_familys_template_writes_of_a_system_and_a_tool_is_not_taken_for_left_out(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    spoken = {"system": [{"role": "system", "content": "a rule"}, {"role": "user", "content": "Hello."}], "tool": [
+        {"role": "user", "content": "Hello."}, call, {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "a fact"}
+    ]}  # fmt: skip
+    for role, messages in spoken.items():
+        rendering = ExactRendering(Renderer(family), strict=False, refusal=Refused)
+        words = messages[0 if role == "system" else -1]["content"]
+        try:
+            is_shown = words in family.render(messages)
+        except Refused:
+            continue
+        if is_shown or role != "tool":
+            await render(rendering, episode(), *messages)
+        else:
+            with pytest.raises(RequestRefused, match="of the role tool"):
+                await render(rendering, episode(), *messages)
+        assert (rendering._shows[(role, False)], [record.args for record in caplog.records]) == (
+            is_shown, [] if is_shown else [(role,)]
+        )  # fmt: skip
+        caplog.clear()

@@ -153,7 +153,10 @@ async def test_a_template_that_leaves_out_what_tools_say_is_refused_and_of_other
     rendering = ExactRendering(Renderer(without=("tool", "developer")), strict=False)
     for _ in range(2):
         await render(rendering, episode(), told, USER)
-        with pytest.raises(RequestRefused, match=r"must show messages of the role tool, .* chat_template\.jinja"):
+        with pytest.raises(
+            RequestRefused,
+            match="must show messages of the role tool, and leaves them out: put one that does into its folder",
+        ):
             await render(rendering, episode(), USER, call, result)
     assert [record.args for record in caplog.records] == [("developer",), ("tool",)]
 

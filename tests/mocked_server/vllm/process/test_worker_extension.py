@@ -132,9 +132,10 @@ def test_a_real_engine_refuses_experts_under_a_name_that_it_does_not_have(tmp_pa
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_a_real_engine_samples_from_the_weights_that_it_was_given(tmp_path: Path) -> None:
-    """Experts that vLLM's own way keeps as they were; those that a CPU's kernel packs: tests/benchmarks/test_models.py."""
-    done = given(*(make_family("gpt_oss", tmp_path / f"{seed}", seed=seed) for seed in range(2)))
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe"])
+def test_a_real_engine_samples_from_the_weights_that_it_was_given(name: str, tmp_path: Path) -> None:
+    """Experts that vLLM's own way keeps as they were (gpt-oss), and that a CPU's kernel packs; Qwen3's: test_models.py."""
+    done = given(*(make_family(name, tmp_path / f"{seed}", seed=seed) for seed in range(2)))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
     for version in range(2):
