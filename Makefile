@@ -25,7 +25,7 @@ agents: $(READY)  ## agents and environments of others, with the real engine; ne
 	$(PY) -m pytest -q tests -m outside
 
 test-long: $(READY)  ## what takes long: runs that are killed again and again, thousands of hostile requests, small benchmarks
-	$(PYTEST) -m long tests
+	$(PYTEST) -m "long and not outside" tests
 
 matrix: $(READY)  ## every value, key, column and metric in real runs, each with its effect: about a quarter of an hour
 	$(PY) -m tests.matrix

@@ -8,7 +8,9 @@ with the episode; several tool results in one list are rendered together, as the
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,6 +20,8 @@ from buffers.errors import AgentError
 Message = Mapping[str, Any]
 STAND_IN = "an-answer-f81d4fae"
 """An answer that no template changes and no message holds; what follows it is the tail."""
+SAID = "words-f81d4fae"
+"""What a message says, for finding whether it is shown."""
 
 
 def opening_ids(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> list[int]:
@@ -30,21 +34,23 @@ def tail_ids(
 ) -> list[int]:
     """[T] ids that follow an answer: the end of its turn, `messages`, and the opening of the next answer.
 
-    `after`: the last sampled id; the token that ends a turn is left out when it was sampled. None: it was.
+    `after`: the last sampled id. None: the token that ends a turn. It is left out, with the control tokens before it, where it is
+    among those that follow the answer first.
     Raises AgentError when the template cannot write these messages after an answer.
     """
     ids = _encode(tokenizer, _text_after_answer(tokenizer, messages, tools=tools))
-    end = _encode(tokenizer, _closing(tokenizer, tools=tools))[:1]
-    if end and ids[:1] == end and after in (None, end[0]):
-        return ids[1:]
-    return ids
+    marks = set(tokenizer.get_added_vocab().values())
+    sampled = _encode(tokenizer, _closing(tokenizer, tools=tools))[:1] if after is None else [after]
+    first = list(takewhile(marks.__contains__, ids))
+    return ids[first.index(*sampled) + 1 :] if set(first).intersection(sampled) else ids
 
 
 def _text_after_answer(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> str:
     opening: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": STAND_IN}]
     try:
         text = _render(tokenizer, [*opening, *messages], tools=tools, prompt=True)
-        is_shown = not messages or text != _render(tokenizer, opening, tools=tools, prompt=True)
+        told = [{**message, "content": SAID} for message in messages]
+        is_shown = _render(tokenizer, [*opening, *told], tools=tools, prompt=True).count(SAID) >= len(messages)
     except AgentError:
         is_shown = False
     return text.split(STAND_IN, 1)[1] if is_shown else _text_after_calls(tokenizer, messages, tools=tools)
@@ -68,12 +74,18 @@ def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Seq
     ]
     before = _render(tokenizer, opening, tools=tools, prompt=False)
     text = _render(tokenizer, [*opening, *answers], tools=tools, prompt=True)
-    if not text.startswith(before) or text == _render(tokenizer, opening, tools=tools, prompt=True):
+    told = [{**answer, "content": SAID} for answer in answers]
+    shown = _render(tokenizer, [*opening, *told], tools=tools, prompt=True).count(SAID)
+    if not text.startswith(before) or shown < len(answers):
         raise AgentError(
             "the model's chat template must write a tool's result after its call, got another beginning, or nothing of it; use "
             "another template"
         )
-    return _closing(tokenizer, tools=tools) + text[len(before) :]
+    closing = _closing(tokenizer, tools=tools)
+    if not before.endswith(closing):  # calls have an end of their own
+        marks = "|".join(map(re.escape, tokenizer.get_added_vocab())) or "(?!)"
+        closing = found[0] if (found := re.search(f"(?:{marks})+$", before)) else closing
+    return closing + text[len(before) :]
 
 
 def _closing(tokenizer: Any, *, tools: Sequence[Any] | None) -> str:

@@ -38,7 +38,7 @@ commands, each with a --help of its own:
                                             serve keys add NAME: a key for one of its users
   feedback RUN --session NAME --score X ... what you think of a session or an answer, in a score, in words, or both
   resume [RUN] [section.key=value ...]      resume a run from its newest checkpoint: runs/NAME, or a checkpoint in it
-  check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
+  check -- COMMAND ...                      run your agent once against a tiny model, or yours: can it be trained?
   import SOURCE ... --out FILE.parquet      sessions of Claude Code, Codex and others, chat sets: demonstrations, or tasks
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason

@@ -93,6 +93,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct in float32, in the folder `model`; the file that it is of and its tasks lie in `data` beside it."""
+    from env_adapters import smollm2
+    from learner.startup.model_and_tasks import plain_folder
+
+    folder = tmp_path_factory.mktemp("real")
+    smollm2.make(folder / "data" / "smollm2")
+    return plain_folder(folder / "data" / "smollm2" / smollm2.MODEL, to=folder / "model", dtype="float32", say=print)
+
+
+@pytest.fixture(scope="session")
 def rollout(tiny_model: Path) -> Iterator[object]:
     """The session's one real engine. Tests that change its weights put the tiny model's back as version 0."""
     from configs.schema import RolloutConfig, ServerConfig

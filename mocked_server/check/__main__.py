@@ -13,14 +13,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
 from buffers.records import Task
 from buffers.terminal import guard_output, shown
+from configs.model_folder import has_chat_template, quantization, weight_files
 
-DESCRIPTION = "Can this agent be trained? Runs it once against a tiny model on this machine and says."
+DESCRIPTION = "Can this agent be trained? Runs it once against a model on this machine, a tiny one or yours, and says."
 EPILOG = """\
 The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, GOOGLE_GEMINI_BASE_URL, GEMINI_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard
@@ -38,6 +39,12 @@ def _arguments(words: Sequence[str], *, program: str) -> argparse.Namespace:
         prog=program, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the model that answers, with its own chat template; default: a tiny one",
+    )
     parser.add_argument("--task", type=Path, help="a JSON file with the task (prompt, extra_info, ...); default: a sum")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the agent may run (default: 300)")
     parser.add_argument(
@@ -65,6 +72,16 @@ def _task(path: Path | None) -> Task:
         return Task(**{"task_id": "check", **fields})
     except (OSError, ValueError, TypeError) as error:
         raise UnderstudyError(f"--task must be a JSON file with the fields of a task, got {path}: {error}") from None
+
+
+def _check_model(folder: Path) -> None:
+    with suppress(ValueError):  # an index that names a file that is not there
+        if has_chat_template(folder) and weight_files(folder) and not quantization(folder):
+            return
+    raise UnderstudyError(
+        f"--model must be the folder of a Hugging Face model with a chat template and plain weights, got {folder.absolute()}; of a "
+        f"GGUF file or FP8 weights a run makes such a folder, runs/NAME/model"
+    )
 
 
 @contextmanager
@@ -96,15 +113,20 @@ def main(words: Sequence[str], *, program: str = "python -m mocked_server.check"
     arguments = _arguments(words, program=program)
     try:
         command, task = _resolved(arguments.command), _task(arguments.task)
-        print("starting a tiny model, about 15 s ...", file=sys.stderr, flush=True)
+        if arguments.model is not None:
+            _check_model(arguments.model)
+        print(f"starting {arguments.model or 'a tiny model, about 15 s'} ...", file=sys.stderr, flush=True)
         with _quiet() as terminal:
             from mocked_server.check.trial import check
             from mocked_server.vllm.engine_arguments import set_process_environment
 
             set_process_environment()
             named = tuple(arguments.environment)
-            work = check(command, task=task, timeout_s=arguments.timeout, output=terminal, named=named)
-            report = asyncio.run(work)
+            report = asyncio.run(
+                check(
+                    command, task=task, timeout_s=arguments.timeout, output=terminal, named=named, model=arguments.model
+                )
+            )
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

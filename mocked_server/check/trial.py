@@ -1,4 +1,4 @@
-"""Runs an agent once against a tiny model on this machine, for the report whether it can be trained.
+"""Runs an agent once against a model on this machine, a tiny one or the user's, for the report whether it can be trained.
 
 Called by `mocked_server.check.__main__`. The agent is started in an empty folder, with the environment that training gives it
 and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
@@ -27,6 +27,7 @@ from buffers.records import EpisodeScores, Row, Task
 from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
 from configs.child_processes import clean_environment
+from configs.model_folder import half_precision_kind, read_json
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import ENV_ANSWER, LINE, Report, TrialObservations, features_of, line_for, make_report
 from mocked_server.generation import Generation
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from mocked_server.vllm.engine_arguments import EngineSettings
 
 MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about two letters
+MAX_LEN_OF_OTHERS = 32768
+"""Tokens of a conversation with a model that was named, where it has room for more: its cache is made for one such."""
 MAX_ERRORS = 20
 CHUNK_BYTES = 65_536
 OUTPUT_WAIT_S = 5.0
@@ -150,34 +153,52 @@ class AgentTrial:
 
 
 async def check(
-    command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None, named: Sequence[str] = ()
+    command: Sequence[str],
+    *,
+    task: Task,
+    timeout_s: float,
+    output: int | None = None,
+    named: Sequence[str] = (),
+    model: Path | None = None,
 ) -> Report:
-    """Run the agent once, see `AgentTrial.try_out`. Raises UnderstudyError when the server or the engine does not
-    start."""
-    async with trial_server() as trial:
+    """Run the agent once, see `AgentTrial.try_out`, and `trial_server` for `model`. Raises UnderstudyError when the server or the
+    engine does not start."""
+    async with trial_server(model) as trial:
         return await trial.try_out(command, task=task, timeout_s=timeout_s, output=output, named=named)
 
 
 @asynccontextmanager
-async def trial_server() -> AsyncIterator[AgentTrial]:
-    """A server with a tiny model that says what `mocked_server.check.report` chose. Raises UnderstudyError when it does not
-    start."""
+async def trial_server(model: Path | None = None) -> AsyncIterator[AgentTrial]:
+    """A server with the model of this folder, or a tiny one, that says what `mocked_server.check.report` chose. Raises
+    UnderstudyError when it does not start."""
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model
     from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff
     from mocked_server.vllm.engine import VLLMEngine
-    from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
+    from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 
     with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
-        model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
+        longest = MAX_LEN
+        if model is None:
+            model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
+        else:
+            fields = read_json(model / "config.json")
+            positions = (fields.get("text_config") or fields).get("max_position_embeddings")
+            longest = min(MAX_LEN_OF_OTHERS, positions or MAX_LEN_OF_OTHERS)
         settings = EngineSettings(
-            model_path=model, served_name="policy", dtype="float32", server=ServerConfig(tool_parser="hermes"),
-            rollout=RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
+            model_path=model, served_name="policy", dtype="bfloat16" if half_precision_kind(model) else "float32",
+            server=ServerConfig(tool_parser="hermes"),
+            rollout=RolloutConfig(max_tokens=min(MAX_TOKENS, longest // 2), max_model_len=longest),
         )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vars(args).update(REHEARSAL_ARGUMENTS)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
+        if not has_gpu():
+            shape, cache = vllm_config.model_config, vllm_config.cache_config
+            heads = shape.get_num_layers(vllm_config.parallel_config) * shape.get_total_num_kv_heads()
+            one = 9 * heads * shape.get_head_size() * longest  # keys and values in float32, and an eighth more
+            cache.kv_cache_memory_bytes = max(cache.kv_cache_memory_bytes, one)
         engine = VLLMEngine(vllm_config)
         await engine.start()
         try:

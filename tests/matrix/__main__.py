@@ -15,7 +15,7 @@ from typing import Any
 from tests.matrix.judge import gaps, judged
 from tests.matrix.records import Ended, Row, Run
 from tests.matrix.rows.everything import all_rows
-from tests.matrix.runs import all_runs
+from tests.matrix.runs import all_runs, runs_with
 from tests.matrix.start import Starter, import_everything, kept
 
 
@@ -29,9 +29,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--look", type=Path, help="play nothing; look again at the runs that --keep has left in this folder"
     )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a folder of a pretrained model, with which the learner's runs are played, and no others",
+    )
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time (default: 2)")
     arguments = parser.parse_args(argv)
-    runs, rows = chosen(all_runs(), arguments.only), all_rows()
+    there = all_runs() if arguments.model is None else runs_with(arguments.model.absolute())
+    runs, rows = chosen(there, arguments.only), all_rows()
     if unknown := set(arguments.only) - {run.name for run in runs}:
         parser.error(f"--only must name runs, got {', '.join(sorted(unknown))}; --list prints their names")
     missing = gaps(rows, all_runs())
@@ -40,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{row.run}: {row.what} {row.value}".rstrip())
         print(*missing, sep="\n")
         return int(bool(missing))
-    if arguments.only:
-        rows = [row for row in rows if row.run in arguments.only]
+    if arguments.only or arguments.model:
+        rows = [row for row in rows if row.run in (arguments.only or {run.name for run in runs})]
     # No TemporaryDirectory: each child that was forked would remove it at its end.
     scratch = None if arguments.look or arguments.keep else Path(tempfile.mkdtemp(prefix="matrix-"))
     folder = arguments.look or arguments.keep or scratch
@@ -51,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         table = judged(rows, ended, folder=folder)
         say(f"looking at {len(ended)} runs took {time.monotonic() - began:.0f} s")
         if not arguments.look:
-            table = played_again(table, rows, folder=folder / "again", at_once=arguments.at_once)
+            table = played_again(table, rows, runs=there, folder=folder / "again", at_once=arguments.at_once)
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
-    return report(table, missing=[] if arguments.only else missing, path=arguments.json)
+    return report(table, missing=[] if arguments.only or arguments.model else missing, path=arguments.json)
 
 
 def chosen(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
@@ -79,7 +85,7 @@ def play(runs: Sequence[Run], *, folder: Path, at_once: int) -> Mapping[str, End
 
 
 def played_again(
-    table: list[dict[str, Any]], rows: Sequence[Row], *, folder: Path, at_once: int
+    table: list[dict[str, Any]], rows: Sequence[Row], *, runs: Sequence[Run], folder: Path, at_once: int
 ) -> list[dict[str, Any]]:
     """The table, with the runs of failed rows played once more: what a run samples is drawn, and an effect may not be in it. One
     that is not there fails twice."""
@@ -88,7 +94,7 @@ def played_again(
         return table
     say(f"once more: {', '.join(names)}")
     folder.mkdir()
-    ended = Starter(folder, at_once=at_once, say=say).play(chosen(all_runs(), names))
+    ended = Starter(folder, at_once=at_once, say=say).play(chosen(runs, names))
     second = judged([row for row in rows if row.run in names], ended, folder=folder)
     better = {(row["what"], str(row["value"]), row["run"]): row for row in second if row["ok"]}
     return [

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def replay(ended: Ended, changes: Mapping[str, Any] | None = None) -> Replayed:
     return _replay(ended.folder, json.dumps(settings, sort_keys=True), json.dumps(ended.config, sort_keys=True))
 
 
-@cache
+@lru_cache(maxsize=4)  # half a gibibyte each, of a real model
 def _replay(folder: Path, settings: str, own: str) -> Replayed:
     torch.set_num_threads(1)
     config = json.loads(settings)

@@ -1,6 +1,9 @@
-"""All runs of the matrix."""
+"""All runs of the matrix, and those that a model of somebody else's can play."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 from tests.matrix.records import Run
 from tests.matrix.scenarios.data_runs import data_runs
@@ -16,8 +19,33 @@ from tests.matrix.scenarios.task_files import prompts
 
 def all_runs() -> list[Run]:
     """In the order in which they are started: the long ones first."""
-    plain = Run(name="prompts", settings={**PROMPTS, "run.steps": 3}, files=prompts)
     return [
-        deaths_run(), fleet_run(), plain, *data_runs(), *program_runs(), *harbor_runs(), *loop_runs(), *learner_runs(),
+        deaths_run(), fleet_run(), plain_run(), *data_runs(), *program_runs(), *harbor_runs(), *loop_runs(), *learner_runs(),
         *refusal_runs(),
     ]  # fmt: skip
+
+
+def plain_run() -> Run:
+    """Plain prompts with the defaults of most keys."""
+    return Run(name="prompts", settings={**PROMPTS, "run.steps": 3}, files=prompts)
+
+
+OF_THE_TINY_MODEL = ("learner.lr", "learner.critic_lr", "rollout.kv_cache_gb")
+"""Keys whose values in the runs are for a random model; with another one the run chooses them."""
+LONGER = 20
+"""Tokens that SmolLM2's template adds to a prompt, its own system prompt above all."""
+
+
+def runs_with(model: Path) -> list[Run]:
+    """The learner's runs and the plain one with a pretrained model in the place of the tiny one."""
+    runs = []
+    for run in (plain_run(), *learner_runs()):
+        settings = {key: value for key, value in run.settings.items() if key not in OF_THE_TINY_MODEL}
+        settings |= {
+            "model.path": str(model),
+            "rollout.max_model_len": settings["rollout.max_model_len"] + LONGER,
+        }
+        if "learner.teacher.path" in settings:
+            settings["learner.teacher.path"] = str(model)
+        runs.append(replace(run, settings=settings))
+    return runs

@@ -42,9 +42,10 @@ FRAMEWORKS = ("openai-agents==0.24.0", "langgraph==1.2.22", "langchain-openai==1
 AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/google@3.0.141")
 
 
-@pytest.fixture(scope="module")
-def rehearsal() -> Iterator[Any]:
-    """(`wait(work)`, the trial): a server that is ready to try agents out, in a loop of its own."""
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.long)])
+def rehearsal(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """(`wait(work)`, the trial): a server that is ready to try agents out, in a loop of its own; its model is a tiny one of
+    ours, or a real one, whose template shows no tools."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="rehearsal", daemon=True)
     thread.start()
@@ -52,7 +53,7 @@ def rehearsal() -> Iterator[Any]:
     def wait(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-    context = trial_server()
+    context = trial_server(request.getfixturevalue("smollm2") if request.param == "smollm2" else None)
     yield wait, wait(context.__aenter__())
     wait(context.__aexit__(None, None, None))
     loop.call_soon_threadsafe(loop.stop)
@@ -177,6 +178,7 @@ SESSIONS = {
 
 @pytest.mark.outside
 @pytest.mark.parametrize("script", SESSIONS)
+@pytest.mark.parametrize("rehearsal", ["tiny"], indirect=True)
 def test_what_is_trained_of_an_imported_session_are_the_ids_that_the_ledger_recorded(
     rehearsal, try_out, tmp_path, monkeypatch, capsys, script
 ):

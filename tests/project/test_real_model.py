@@ -1,10 +1,9 @@
 """A real pretrained model as a stranger meets it: made from PyPI, trained at default rates, resumed, evaluated, loaded again; two
-roles of it in a game, each an adapter; agents that are tried out on it; and hostile requests. Its vocabulary, its text and its
-template, which knows no tools, are not ours."""
+roles of it in a game, each an adapter; and hostile requests. Its vocabulary, its text and its template, which knows no tools, are
+not ours. Agents are tried out on it by `tests.outside.test_clients`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -15,13 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from buffers.records import Task
-from env_adapters import smollm2
-from learner.startup.model_and_tasks import plain_folder
-from mocked_server.check import trial
-from mocked_server.check.__main__ import TASK
+from env_adapters.smollm2 import MODEL
 from tests.fuzz.test_fuzz import check_attack
-from tests.outside.test_clients import CLIENTS, MAX_DRIFT, assert_exact
+from tests.outside.test_clients import MAX_DRIFT
 from tests.project.test_recovery import kill
 from tests.project.test_run_weights import figures, relay_files
 from tests.support.patience import PATIENCE_S
@@ -39,21 +34,6 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which somebody has made the model and its tasks, and trained a step."""
-    here = tmp_path_factory.mktemp("real")
-    smollm2.make(here / "data" / "smollm2")
-    return here
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    """Its folder of float32 weights."""
-    source = folder / "data" / "smollm2" / smollm2.MODEL
-    return plain_folder(source, to=folder / "model", dtype="float32", say=print)
-
-
 def understudy(*words: str, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -64,7 +44,8 @@ def understudy(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> None:
+def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(smollm2: Path) -> None:
+    folder = smollm2.parent
     validation = "data.validation.tasks="
     told = understudy("run", "--config", "smollm2", *SMALL, validation, cwd=folder)
     assert "learner.lr=1e-05 (all weights of a pretrained model of 135 million weights)" in told
@@ -86,7 +67,7 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
 
     tokenizer, model = AutoTokenizer.from_pretrained(run / "last"), AutoModelForCausalLM.from_pretrained(run / "last")
     source = AutoModelForCausalLM.from_pretrained(
-        folder / "data" / "smollm2", gguf_file=smollm2.MODEL, dtype=torch.float32,
+        folder / "data" / "smollm2", gguf_file=MODEL, dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )  # fmt: skip
     assert model.config.rope_parameters == source.config.rope_parameters
@@ -107,10 +88,10 @@ def test_smollm2_trains_is_resumed_evaluated_and_loaded_again(folder: Path) -> N
 
 
 def test_two_roles_of_it_are_exact_after_sft_on_two_engines_of_which_one_dies_and_after_a_resume(
-    model: Path, tmp_path: Path
+    smollm2: Path, tmp_path: Path
 ) -> None:
     settings = (
-        *relay_files(tmp_path), f"model.path={model}", "sft.steps=2", "learner.lr=1e-4", "learner.lora.rank=8",
+        *relay_files(tmp_path), f"model.path={smollm2}", "sft.steps=2", "learner.lr=1e-4", "learner.lora.rank=8",
         "learner.lora.per_role=true", "learner.entropy_coef=0.05", "rollout.engines=2", "rollout.kv_cache_gb=0.25",
         "agents.concurrency=16", "buffer.groups_per_step=2", "buffer.group_size=4", "run.checkpoints.every=1",
     )  # fmt: skip
@@ -130,25 +111,5 @@ def test_two_roles_of_it_are_exact_after_sft_on_two_engines_of_which_one_dies_an
     assert_nothing_left(again)
 
 
-def test_agents_are_tried_out_on_it_exactly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("configs.tiny_model.make_tiny_model", lambda *_, **__: model)
-    monkeypatch.setattr(trial, "MAX_LEN", 4096)
-    programs = ("chat_tools.py", "chat_async_stream.py", "responses_tools.py", "anthropic_tools.py")
-
-    async def reports() -> list[trial.Report]:
-        async with trial.trial_server() as server:
-            return [
-                await server.try_out(
-                    [sys.executable, str(CLIENTS / program)],
-                    task=Task(**{"task_id": program, **TASK}),
-                    timeout_s=PATIENCE_S,
-                )
-                for program in programs
-            ]
-
-    for report in asyncio.run(reports()):
-        assert_exact(report, rounds=4)
-
-
-def test_no_request_harms_an_engine_that_serves_it_or_who_else_is_answered(model: Path, tmp_path: Path) -> None:
-    check_attack(tmp_path, num_drawn=200, model=model, max_difference=MAX_DRIFT)
+def test_no_request_harms_an_engine_that_serves_it_or_who_else_is_answered(smollm2: Path, tmp_path: Path) -> None:
+    check_attack(tmp_path, num_drawn=200, model=smollm2, max_difference=MAX_DRIFT)

@@ -212,7 +212,7 @@ def _numbers() -> list[Row]:
 
 _exact = metric("policy/max_logprob_diff", lambda values: 0.0 < max(values) < 1e-4)
 _steered = moves("policy/kl_coef")
-_warms = metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])
+_warms = metric("learner/lr", lambda values: 2 * values[0] == values[1] == values[2])
 
 
 def _other_values(key: str, neighbour: float) -> Effect:

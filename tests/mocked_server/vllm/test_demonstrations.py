@@ -77,7 +77,8 @@ class Params:
 
 def renderer_of(family: Family, **more: Any) -> DemonstrationRenderer:
     inner = FamilyRenderer(family)
-    stops = {inner.id_of(stop) for stop in (family.stop, "<|observation|>") if stop in family.marks}
+    named = (family.stop, getattr(family, "call_stop", ""), "<|observation|>")
+    stops = {inner.id_of(stop) for stop in named if stop in family.marks}
     given = {"strict": False, "stops": stops or {inner.eos_token_id}, "last_only": False, "longest": 10_000} | more
     return DemonstrationRenderer(
         inner, refusal=Refused, make_params=lambda tools: Params({"tools": tools} if tools else {}), **given

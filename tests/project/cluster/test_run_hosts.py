@@ -1,13 +1,17 @@
-"""A whole run on several hosts, each with a network, /tmp and /dev/shm of its own: one joins, one dies with all its processes."""
+"""Whole runs on several hosts, each with a network, /tmp and /dev/shm of its own: one joins, one dies with all its processes; and a
+real model, whose ranks and engines are on two of them."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mocked_server.keys import make_secret
+from tests.outside.test_clients import MAX_DRIFT
 from tests.project.test_resume import SMALL, books_balance
 from tests.support.patience import PATIENCE_S
 from tests.support.remote.namespaces import Net, bridge, why_not
@@ -58,3 +62,27 @@ def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> N
     assert summary["max_logprob_diff"] <= 1e-5 and summary["max_policy_lag_seen"] <= 1
     assert summary["restarts"]["restarts/learner"] >= 1, "its second rank was on the host that died"
     books_balance(run, steps=summary["steps"])
+
+
+def test_a_real_model_is_trained_exactly_by_ranks_and_engines_on_two_hosts(net: Net, smollm2: Path) -> None:
+    head, second, third = (net.host(name) for name in ("a", "b", "c"))
+    for host, gpus in ((head, 0), (second, 1), (third, 1)):
+        join(host, head, gpus=gpus)
+    make_secret(net.shared / "server.key")
+    model, tasks = net.shared / "smollm2", net.shared / "train.parquet"
+    shutil.copytree(smollm2, model)
+    shutil.copy(smollm2.parent / "data" / "smollm2" / tasks.name, tasks)
+    run = run_on(
+        head, net.shared, "--config=smollm2", "run.steps=2", f"model.path={model}", f"data.tasks={tasks}",
+        "data.validation.tasks=", f"buffer.node={head.address}", "learner.ranks=2", "rollout.engines=2",
+        "run.trusted_network=true", "rollout.max_tokens=32", "rollout.kv_cache_gb=0.25", "agents.concurrency=16",
+        "buffer.groups_per_step=4", "buffer.group_size=4",
+    )  # fmt: skip
+    try:
+        code, output = run.wait()
+    finally:
+        run.process.kill()
+    assert code == 0, output
+    assert engines_up(run) == {"e0", "e1"}
+    assert 0.0 < run.summary()["max_logprob_diff"] <= MAX_DRIFT
+    books_balance(run, steps=2)
