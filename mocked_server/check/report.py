@@ -69,6 +69,8 @@ class TrialObservations:
     """The end of what it printed."""
     env_messages: int = 0
     """Messages to `ENV_ADDRESS`."""
+    noticed: Sequence[str] = ()
+    """What the model's chat template leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ def make_report(
 def _advice(
     seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport], temperature: float, stops_kept: int
 ) -> list[str]:
-    advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in causes if not b.expected))
+    advice = list(dict.fromkeys([*seen.noticed, *(f"{b.cause}: {b.remedy}" for b in causes if not b.expected)]))
     if seen.exit_code == TIMED_OUT:
         advice.append("the agent did not end in time: it was stopped; --timeout gives it longer")
     elif seen.exit_code != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -35,6 +36,7 @@ from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
 from mocked_server.http.gemini_requests import generation_of
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
+from mocked_server.vllm import exact_rendering
 
 if TYPE_CHECKING:
     from mocked_server.vllm.engine_arguments import EngineSettings
@@ -81,6 +83,17 @@ class RequestLog:
             self.errors.append((path, status, message[:500]))
 
 
+class _Noticed(logging.Handler):
+    """What is logged of the model's chat template."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class AgentTrial:
     """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None:
     left out."""
@@ -112,7 +125,7 @@ class AgentTrial:
         `output`: file descriptor for what the agent prints; None: our standard error. `named`: variables of this process's
         environment that it gets besides the usual ones, as by `agents.environment`.
         """
-        notes = RequestLog()
+        notes, noticed = RequestLog(), _Noticed()
         self._server.model_requests.observer = notes
         await self._server.pool.put([task])
         leased = await self._server.lease_episode(wait_s=60.0)
@@ -122,7 +135,11 @@ class AgentTrial:
         env = clean_environment(ours, named=named)
         began = time.monotonic()
         asked_before = self._environment.num_messages
-        exit_code, last_words = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
+        exact_rendering.logger.addHandler(noticed)
+        try:
+            exit_code, last_words = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
+        finally:
+            exact_rendering.logger.removeHandler(noticed)
         seconds = time.monotonic() - began
         live = self._server.episodes.get(leased.episode_id)
         causes = [round_.cause for round_ in live.rounds]
@@ -139,6 +156,7 @@ class AgentTrial:
             errors=notes.errors,
             last_words=last_words,
             env_messages=self._environment.num_messages - asked_before,
+            noticed=noticed.lines,
         )
         diff = None if self._diff_of is None else await asyncio.to_thread(self._diff_of, rows)
         return make_report(

@@ -47,6 +47,7 @@ SENTINEL = "0answer0"
 ROLES = ("system", "developer", "tool")
 """Whose words some templates leave out."""
 LEFT_OUT = "the model's chat template must show messages of the role %s, and leaves them out: put one that does into its folder"
+NO_TOOLS = "the model's chat template does not show the tools that an agent offers: the model does not know of them"
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 1024
@@ -96,6 +97,8 @@ class ExactRendering:
         self._ends: dict[int, AnswerEnd] = {}
         self._shown_as: dict[tuple[str, bool, int], str] = {}
         """Role, whether tools are offered, and a developer's place -> the role that the template shows it as; empty: not at all."""
+        self._offers_tools = False
+        """Whether it does was looked at."""
         self.parse: Parse = lambda text, _: ParsedReply(text.strip())
         renderer.render_chat_async = self.render_chat_async
 
@@ -128,7 +131,15 @@ class ExactRendering:
 
     async def _check_roles(self, chat: Conversation, chat_params: Any) -> None:
         """What the template leaves out of a developer's words is told as a system's, which OpenAI takes for the same. Raises
-        RequestRefused where it leaves out what tools say; of others it is logged, once."""
+        RequestRefused where it leaves out what tools say; of others, and of tools that it does not offer, it is logged, once."""
+        kwargs = chat_params.chat_template_kwargs
+        if kwargs.get("tools") and not self._offers_tools:
+            bare = dataclasses.replace(chat_params, chat_template_kwargs={**kwargs, "tools": None})
+            with suppress(self._refusal):
+                told, without = [await self._text_of(list(chat.messages), params) for params in (chat_params, bare)]
+                self._offers_tools = True
+                if told == without != "":
+                    logger.warning(NO_TOOLS)
         for role in ROLES:
             at = max((at for at, message in enumerate(chat.messages) if message.get("role") == role), default=None)
             if at is None:

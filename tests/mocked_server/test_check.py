@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -237,6 +238,17 @@ def test_an_agent_that_hangs_is_stopped(tools_server, tmp_path):
 def test_a_command_that_is_not_there_is_an_error(capsys):
     assert main(["--", "no-such-program"]) == 2
     assert "no-such-program" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_answer_is_an_error(tiny_model, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare)
+    (bare / "model.safetensors").unlink()
+    for folder in (bare, tmp_path / "none", tiny_model / "model.safetensors"):
+        assert main(["--model", str(folder), "--", sys.executable]) == 2
+        assert f"must be the folder of a Hugging Face model with a chat template and plain weights, got {folder}" in (
+            capsys.readouterr().err
+        )
 
 
 def test_narrowed_sampling_is_said():

@@ -28,7 +28,7 @@ from mocked_server.vllm.exact_rendering import ExactRendering
 from tests.mocked_server.conversation.test_continuation import episode
 from tests.mocked_server.vllm.test_chat_families import Renderer, Turn, conversations_of, play
 from tests.mocked_server.vllm.test_demonstrations import CALLS as DEMONSTRATED_CALLS
-from tests.mocked_server.vllm.test_demonstrations import SPEAKS, THINKS, renderer_of, trained
+from tests.mocked_server.vllm.test_demonstrations import SPEAKS, THINKS, TOOL, renderer_of, trained
 from tests.mocked_server.vllm.test_exact_rendering import render
 from tests.outside.agent_environments import python_with
 
@@ -224,3 +224,18 @@ def test_sft_trains_answers_in_full_up_to_the_token_that_ends_them(templates: Ma
         "System role not supported",
     }  # fmt: skip
     assert len({text.split(": ")[0] for text in refused}) < 9, refused
+
+
+async def test_a_template_that_shows_no_tools_is_told_of_once(
+    templates: Mapping[str, Shipped], caplog: pytest.LogCaptureFixture
+) -> None:
+    told, shown = set[str](), set[str]()
+    for name, family in templates.items():
+        rendering = ExactRendering(Renderer(family), strict=False, refusal=Refused)
+        caplog.clear()
+        for _ in range(2):
+            await render(rendering, episode(), USER, tools=[TOOL])
+        assert len(caplog.records) < 2
+        (told if caplog.records else shown).add(name)
+        assert (TOOL["function"]["description"] in family.render([USER], tools=[TOOL])) == (name in shown), name
+    assert {"gemma3", "llama3", "phi3"} <= told and {"qwen3", "gemma4", "llama3_1", "glm4moe"} <= shown

@@ -8,8 +8,10 @@ rounds; the log-probabilities are the model's own and are computed again for eve
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -29,12 +31,14 @@ from learner import cli
 from mocked_server.check import vllm_scripted_engine
 from mocked_server.check.__main__ import TASK
 from mocked_server.check.trial import trial_server
+from mocked_server.vllm import exact_rendering
 from mocked_server.vllm.demonstrations import make_renderer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from tests.outside.agent_environments import npm_packages, npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+ROOT = Path(__file__).parents[2]
 CLIENTS = Path(__file__).parent / "clients"
 MAX_DRIFT = 1e-4
 FRAMEWORKS = ("openai-agents==0.24.0", "langgraph==1.2.22", "langchain-openai==1.7.3", "smolagents[openai]==1.26.0")
@@ -93,6 +97,17 @@ def test_a_program_is_trained_exactly(try_out, program):
     report = try_out([sys.executable, str(CLIENTS / program)])
     assert_exact(report, rounds=4)
     assert report.branches == (3 if program == "chat_async_stream.py" else 1)
+
+
+@pytest.mark.long
+def test_an_agent_is_tried_out_on_a_model_whose_template_knows_no_tools_by_the_command_line(smollm2):
+    words = ["check", "--model", str(smollm2), "--json", "--", sys.executable, str(CLIENTS / "chat_tools.py")]
+    done = subprocess.run([sys.executable, "-m", "learner.cli", *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["rounds"], report["rows"], report["branch_causes"], report["errors"]) == (4, 1, [], [])
+    assert 0 < report["max_logprob_diff"] < MAX_DRIFT
+    assert exact_rendering.NO_TOOLS in report["advice"]
 
 
 @pytest.mark.parametrize(
