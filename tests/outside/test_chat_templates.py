@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -23,6 +25,7 @@ from benchmarks.chat_families import Family, Refused, _with_object
 from benchmarks.learner import TRL
 from buffers.errors import AgentError, RequestRefused
 from buffers.tasks.parquet import Trace
+from configs.schema import RolloutConfig
 from mocked_server.vllm.demonstrations import Unlearnable
 from mocked_server.vllm.exact_rendering import ExactRendering
 from tests.mocked_server.conversation.test_continuation import episode
@@ -31,6 +34,7 @@ from tests.mocked_server.vllm.test_demonstrations import CALLS as DEMONSTRATED_C
 from tests.mocked_server.vllm.test_demonstrations import SPEAKS, THINKS, TOOL, renderer_of, trained
 from tests.mocked_server.vllm.test_exact_rendering import render
 from tests.outside.agent_environments import python_with
+from tests.support.server_parts import ServerThread
 
 pytestmark = pytest.mark.slow
 
@@ -239,3 +243,24 @@ async def test_a_template_that_shows_no_tools_is_told_of_once(
         (told if caplog.records else shown).add(name)
         assert (TOOL["function"]["description"] in family.render([USER], tools=[TOOL])) == (name in shown), name
     assert {"gemma3", "llama3", "phi3"} <= told and {"qwen3", "gemma4", "llama3_1", "glm4moe"} <= shown
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "gemma3"])
+def test_codex_instructions_are_in_the_engine_s_prompt(
+    templates: Mapping[str, Shipped], tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """They come as a developer's, which the template leaves out or refuses, through vLLM's own layer and renderer."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "chat_template.jinja").write_text(templates[name].template)
+    thread = ServerThread(model, rollout=RolloutConfig(max_tokens=8, max_model_len=2048))
+    thread.start()
+    try:
+        _, client = thread.lease()
+        said: Any = [{"role": "developer", "content": FACT}, USER]
+        client.responses.create(model="policy", input=said)
+        client.chat.completions.create(model="policy", messages=said)
+        for prompt in thread.engine.prompts:
+            assert FACT in thread.tokenizer.decode(prompt)
+    finally:
+        thread.stop()
