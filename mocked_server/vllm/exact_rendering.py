@@ -95,10 +95,9 @@ class ExactRendering:
         self._strict = strict
         self._refusal = refusal
         self._ends: dict[int, AnswerEnd] = {}
-        self._shown_as: dict[tuple[str, bool, int], str] = {}
-        """Role, whether tools are offered, and a developer's place -> the role that the template shows it as; empty: not at all."""
-        self._offers_tools = False
-        """Whether it does was looked at."""
+        self._shows: dict[tuple[str, bool], bool] = {}
+        """Role, and whether tools are offered -> does the template?"""
+        self._looked_for_tools = False
         self.parse: Parse = lambda text, _: ParsedReply(text.strip())
         renderer.render_chat_async = self.render_chat_async
 
@@ -130,49 +129,29 @@ class ExactRendering:
         return result
 
     async def _check_roles(self, chat: Conversation, chat_params: Any) -> None:
-        """What the template leaves out of a developer's words is told as a system's, which OpenAI takes for the same. Raises
-        RequestRefused where it leaves out what tools say; of others, and of tools that it does not offer, it is logged, once."""
+        """Raises RequestRefused where the template writes nothing of what tools say; of what others say, and of what tools there are,
+        it is logged, once."""
         kwargs = chat_params.chat_template_kwargs
-        if kwargs.get("tools") and not self._offers_tools:
+        if kwargs.get("tools") and not self._looked_for_tools:
             bare = dataclasses.replace(chat_params, chat_template_kwargs={**kwargs, "tools": None})
             with suppress(self._refusal):
                 told, without = [await self._text_of(list(chat.messages), params) for params in (chat_params, bare)]
-                self._offers_tools = True
+                self._looked_for_tools = True
                 if told == without != "":
                     logger.warning(NO_TOOLS)
         for role in ROLES:
+            key = (role, bool(chat.asked.template_kwargs.get("tools")))
             at = max((at for at, message in enumerate(chat.messages) if message.get("role") == role), default=None)
-            if at is None:
-                continue
-            key = (role, bool(chat.asked.template_kwargs.get("tools")), at if role == "developer" else 0)
-            if (
-                key not in self._shown_as
-                and (shown := await self._role_shown(chat.messages, at, chat_params)) is not None
-            ):
-                self._shown_as[key] = shown
-            as_role = self._shown_as.get(key, role)
-            if role == "tool" and not as_role:
+            if at is not None and key not in self._shows:
+                after = () if role == "tool" else chat.messages[at + 1 :]  # a system's words may be in the user's turn
+                told = [*chat.messages[:at], {**chat.messages[at], "content": SENTINEL}, *after]
+                with suppress(self._refusal):  # as it refuses the whole, or takes it
+                    text = await self._text_of(told, chat_params)
+                    self._shows[key] = not text or SENTINEL in text  # vLLM's own renderers may give ids only
+                if not self._shows.get(key, True):
+                    logger.warning(LEFT_OUT, role)
+            if role == "tool" and at is not None and not self._shows.get(key, True):
                 raise RequestRefused(LEFT_OUT % role)
-            for message in chat.messages if as_role not in ("", role) else ():
-                message["role"] = as_role if message.get("role") == role else message["role"]
-
-    async def _role_shown(self, messages: Sequence[Message], at: int, chat_params: Any) -> str | None:
-        """The role as which the template shows the words of `messages[at]`; empty: it leaves them out. None: it refuses such
-        messages, as it then does the whole."""
-        role, left_out = messages[at]["role"], False
-        after = () if role == "tool" else messages[at + 1 :]  # a system's words may be in the user's turn
-        told = [*messages[:at], {**messages[at], "content": SENTINEL}, *after]
-        for name in (role, "system") if role == "developer" else (role,):
-            with suppress(self._refusal):
-                text = await self._text_of(
-                    [{**m, "role": name} if m.get("role") == role else m for m in told], chat_params
-                )
-                if not text or SENTINEL in text:  # vLLM's own renderers may give ids only
-                    return str(name)
-                left_out = True
-        if left_out:
-            logger.warning(LEFT_OUT, role)
-        return "" if left_out else None
 
     async def _render_tail(
         self, call: Call, chat: Conversation, found: tuple[LiveRound, int], chat_params: Any, args: Any, kwargs: Any
@@ -237,7 +216,7 @@ class ExactRendering:
         mark = self._mark.search(closing)
         closed, is_direct = closing[mark.start() :] if mark else "", mark is None or mark.start() == 0
         if calls_end := None if ending.endswith(closed) else self._last_marks.search(ending):
-            closed, is_direct = calls_end[0], False  # calls have an end of their own: Gemma 4's, gpt-oss'
+            closed, is_direct = calls_end[0], False  # calls have an end of their own: Gemma 4's
         if not is_local or not ending.endswith(closed) or (mark is None and closing):
             return None
         at = len(text) - len(after) + len(ending) - len(closed)

@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,26 +258,7 @@ async def test_what_a_familys_template_writes_of_a_system_and_a_tool_is_not_take
         else:
             with pytest.raises(RequestRefused, match="of the role tool"):
                 await render(rendering, episode(), *messages)
-        assert (rendering._shown_as[(role, False, 0)], [record.args for record in caplog.records]) == (
-            (role, []) if is_shown else ("", [(role,)])
-        )
+        assert (rendering._shows[(role, False)], [record.args for record in caplog.records]) == (
+            is_shown, [] if is_shown else [(role,)]
+        )  # fmt: skip
         caplog.clear()
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-async def test_what_a_developer_says_is_in_the_prompt_of_each_family_that_shows_it_or_what_a_system_says(
-    family: Family,
-) -> None:
-    user, told = {"role": "user", "content": "Hello."}, {}
-    for role in ("developer", "system"):
-        with suppress(Refused):
-            told[role] = "a rule" in family.render([{"role": role, "content": "a rule"}, user])
-    renderer = Renderer(family)
-    rendering = ExactRendering(renderer, strict=False, refusal=Refused)
-    try:
-        call, _ = await render(rendering, episode(), {"role": "developer", "content": "a rule"}, user)
-    except Refused:
-        assert not any(told.values())
-    else:
-        assert call.continuation is not None
-        assert ("a rule" in renderer.decode(call.continuation.prompt_ids())) == any(told.values())

@@ -16,7 +16,6 @@ from mocked_server.vllm.exact_rendering import SENTINEL, ExactRendering
 from tests.mocked_server.conversation.test_continuation import NEXT, USER, add, chat, episode, said
 
 END = "$"
-DEVELOPER = {"role": "developer", "content": "Be short."}
 
 
 @dataclass
@@ -27,17 +26,14 @@ class Params:
 
 class Renderer:
     """One id for each letter. The template: `u:One.$a:ok$`, and `a:` where an answer is asked for; a call is two more turns.
-    `drops`: it writes earlier answers in capitals; `without`: it leaves out messages of these roles, `refuses`: it raises."""
+    `drops`: it writes earlier answers in capitals; `without`: it leaves out messages of these roles."""
 
-    def __init__(
-        self, *, drops: bool = False, opening: str = "a:", without: Sequence[str] = (), refuses: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, *, drops: bool = False, opening: str = "a:", without: Sequence[str] = ()) -> None:
         self.rendered: list[list[Any]] = []
         self.num_texts = 0
         self._drops = drops
         self._opening = opening
         self._without = without
-        self._refuses = refuses
 
     def get_tokenizer(self) -> Any:
         return self
@@ -54,8 +50,6 @@ class Renderer:
     def template(self, messages: list[Any], kwargs: dict[str, Any]) -> str:
         text = ""
         for message in messages:
-            if message["role"] in self._refuses:
-                raise ValueError(f"no role {message['role']}")
             content = message.get("content") or ""
             if message["role"] == "assistant":
                 text += (
@@ -155,29 +149,16 @@ async def test_a_template_that_leaves_out_what_tools_say_is_refused_and_of_other
 ) -> None:
     call = said("", tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
     result = {"role": "tool", "tool_call_id": "1", "content": "42"}
-    rendering = ExactRendering(Renderer(without=("tool", "developer", "system")), strict=False)
+    told = {"role": "developer", "content": "Be short."}
+    rendering = ExactRendering(Renderer(without=("tool", "developer")), strict=False)
     for _ in range(2):
-        await render(rendering, episode(), {**DEVELOPER}, USER)
+        await render(rendering, episode(), told, USER)
         with pytest.raises(
             RequestRefused,
             match="must show messages of the role tool, and leaves them out: put one that does into its folder",
         ):
             await render(rendering, episode(), USER, call, result)
     assert [record.args for record in caplog.records] == [("developer",), ("tool",)]
-
-
-@pytest.mark.parametrize("renderer", [{"without": ("developer",)}, {"refuses": ("developer",)}])
-async def test_what_developers_say_is_told_as_a_systems_where_the_template_knows_no_developers(
-    renderer: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Codex and others say in their name what the agent is to do; OpenAI's models take them for the same."""
-    live, rendering = first_round(), ExactRendering(Renderer(**renderer), strict=False)
-    for _ in range(2):
-        assert (await render(rendering, episode(), {**DEVELOPER}, USER))[1] == "u:Be short.$u:One.$a:"
-    call, _ = await render(rendering, live, USER, said("ok"), {**DEVELOPER}, NEXT)
-    assert call.continuation is not None and call.continuation.parent is live.rounds[0]
-    assert "".join(map(chr, call.continuation.tail_ids)) == "u:Be short.$u:Two.$a:"
-    assert not caplog.records
 
 
 async def test_an_answer_that_speaks_of_the_end_of_a_turn_is_counted_by_itself() -> None:
