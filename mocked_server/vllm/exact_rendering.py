@@ -129,15 +129,15 @@ class ExactRendering:
         return result
 
     async def _check_roles(self, chat: Conversation, chat_params: Any) -> None:
-        """Raises RequestRefused where the template writes nothing of what tools say; of what others say, and of what tools there are,
-        it is logged, once."""
+        """Raises RequestRefused where the template writes nothing of what tools say. That it leaves out what others say, or which
+        tools are offered, is logged, once."""
         kwargs = chat_params.chat_template_kwargs
         if kwargs.get("tools") and not self._looked_for_tools:
             bare = dataclasses.replace(chat_params, chat_template_kwargs={**kwargs, "tools": None})
             with suppress(self._refusal):
-                told, without = [await self._text_of(list(chat.messages), params) for params in (chat_params, bare)]
+                offered, without = [await self._text_of(list(chat.messages), each) for each in (chat_params, bare)]
                 self._looked_for_tools = True
-                if told == without != "":
+                if offered == without != "":
                     logger.warning(NO_TOOLS)
         for role in ROLES:
             key = (role, bool(chat.asked.template_kwargs.get("tools")))
