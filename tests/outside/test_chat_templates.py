@@ -5,11 +5,12 @@ templates are our own."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import jinja2
 import pytest
 from hypothesis import given, settings
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from agents.chat_template_ids import tail_ids
@@ -240,22 +242,65 @@ async def test_a_template_that_shows_no_tools_is_told_of_once(
     assert {"gemma3", "llama3", "phi3"} <= told and {"qwen3", "gemma4", "llama3_1", "glm4moe"} <= shown
 
 
+@pytest.fixture
+def served(templates: Mapping[str, Shipped], tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., ServerThread]]:
+    """`served(name, **server)`: a server whose model has this template and its control tokens."""
+    with ExitStack() as beside:
+
+        def serve(name: str, **server: Any) -> ServerThread:
+            model = tmp_path / "model"
+            shutil.copytree(tiny_model, model)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            tokenizer.add_special_tokens({"additional_special_tokens": list(templates[name].marks)})
+            tokenizer.chat_template = templates[name].template
+            tokenizer.save_pretrained(model)
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps({**config, "vocab_size": len(tokenizer)}))
+            thread = ServerThread(model, rollout=RolloutConfig(max_tokens=96, max_model_len=2048), **server)
+            thread.start()
+            beside.callback(thread.stop)
+            return thread
+
+        yield serve
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "gemma3"])
-def test_codex_instructions_are_in_the_engine_s_prompt(
-    templates: Mapping[str, Shipped], tiny_model: Path, tmp_path: Path, name: str
-) -> None:
+def test_codex_instructions_are_in_the_engine_s_prompt(served: Callable[..., ServerThread], name: str) -> None:
     """They come as a developer's, which these templates leave out or refuse. vLLM's renderer tells them as a system's."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    (model / "chat_template.jinja").write_text(templates[name].template)
-    thread = ServerThread(model, rollout=RolloutConfig(max_tokens=8, max_model_len=2048))
-    thread.start()
-    try:
-        _, client = thread.lease()
-        said: Any = [{"role": "developer", "content": FACT}, USER]
-        client.responses.create(model="policy", input=said)
-        client.chat.completions.create(model="policy", messages=said)
-        for prompt in thread.engine.prompts:
-            assert FACT in thread.tokenizer.decode(prompt)
-    finally:
-        thread.stop()
+    thread = served(name)
+    _, client = thread.lease()
+    said: Any = [{"role": "developer", "content": FACT}, USER]
+    client.responses.create(model="policy", input=said)
+    client.chat.completions.create(model="policy", messages=said)
+    assert len(thread.engine.prompts) == 2
+    assert all(FACT in thread.tokenizer.decode(prompt) for prompt in thread.engine.prompts)
+
+
+def test_gemma_4_s_calls_are_continued_through_vllm_s_own_parser_and_renderer(
+    served: Callable[..., ServerThread],
+) -> None:
+    """The template would write the arguments in another order than the model, which ends a call where its result begins."""
+    thread = served("gemma4", tool_parser="gemma4")
+    encode, said = (
+        thread.tokenizer.encode,
+        ["<|tool_call>call:times{b:7,a:6}<tool_call|><|tool_response>", "It is 42.<turn|>"],
+    )
+    stops = ("<|tool_response>", "<turn|>")
+    thread.engine._decode = lambda ids: re.sub(
+        f"({'|'.join(map(re.escape, stops))})$", "", thread.tokenizer.decode(ids)
+    )
+    thread.engine.answer = lambda _: encode(said.pop(0), add_special_tokens=False)
+    episode_id, client = thread.lease()
+    number = {"type": "integer"}
+    parameters = {"type": "object", "properties": {"a": number, "b": number}}
+    tools: Any = [{"type": "function", "function": {"name": "times", "description": "", "parameters": parameters}}]
+    messages: Any = [USER]
+    called = client.chat.completions.create(model="policy", messages=messages, tools=tools).choices[0].message
+    assert called.tool_calls is not None and json.loads(called.tool_calls[0].function.arguments) == {"a": 6, "b": 7}
+    messages += [called.model_dump(exclude_none=True), {**RESULT, "tool_call_id": called.tool_calls[0].id}]
+    client.chat.completions.create(model="policy", messages=messages, tools=tools)
+    first, second = thread.server.episodes.get(episode_id).rounds
+    assert second.parent is first
+    assert thread.tokenizer.decode(thread.engine.prompts[1]).endswith(
+        f'<|tool_call>call:times{{b:7,a:6}}<tool_call|><|tool_response>response:times{{value:<|"|>{FACT}<|"|>}}<tool_response|>'
+    )
