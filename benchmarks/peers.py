@@ -104,7 +104,7 @@ def ours(folder: Path, made: Path, *, seed: int, arguments: argparse.Namespace) 
     lines = metric_lines(folder / name)
     steps = [line for line in lines if "reward/mean" in line]
     return {
-        "step_s": [step["time/step_s"] for step in steps],
+        "step_s": [step["time/step_s"] - step.get("val/seconds", 0.0) for step in steps],
         "rewards": [step["reward/mean"] for step in steps],
         "validation": [[int(line["val/step"]), line["val/mean"]] for line in lines if "val/mean" in line],
         "max_logprob_diff": max(step["policy/max_logprob_diff"] for step in steps),
