@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from configs import fork_server
 from mocked_server.vllm.engine_arguments import set_process_environment
@@ -94,13 +95,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct in float32, in the folder `model`; the file that it is of and its tasks lie in `data` beside it."""
+    """SmolLM2-135M-Instruct in float32, in the folder `model`; the file that it is of and its tasks lie in `data` beside it. All
+    workers share it."""
     from env_adapters import smollm2
     from learner.startup.model_and_tasks import plain_folder
 
-    folder = tmp_path_factory.mktemp("real")
-    smollm2.make(folder / "data" / "smollm2")
-    return plain_folder(folder / "data" / "smollm2" / smollm2.MODEL, to=folder / "model", dtype="float32", say=print)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        smollm2.make(folder / "data" / "smollm2")
+        return plain_folder(
+            folder / "data" / "smollm2" / smollm2.MODEL, to=folder / "model", dtype="float32", say=print
+        )
 
 
 @pytest.fixture(scope="session")

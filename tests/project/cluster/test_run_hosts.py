@@ -73,10 +73,10 @@ def test_a_real_model_is_trained_exactly_by_ranks_and_engines_on_two_hosts(net: 
     shutil.copytree(smollm2, model)
     shutil.copy(smollm2.parent / "data" / "smollm2" / tasks.name, tasks)
     run = run_on(
-        head, net.shared, "--config=smollm2", "run.steps=2", f"model.path={model}", f"data.tasks={tasks}",
+        head, net.shared, "run.steps=2", f"model.path={model}", f"data.tasks={tasks}",
         "data.validation.tasks=", f"buffer.node={head.address}", "learner.ranks=2", "rollout.engines=2",
         "run.trusted_network=true", "rollout.max_tokens=32", "rollout.kv_cache_gb=0.25", "agents.concurrency=16",
-        "buffer.groups_per_step=4", "buffer.group_size=4",
+        "buffer.groups_per_step=4", "buffer.group_size=4", config="smollm2",
     )  # fmt: skip
     try:
         code, output = run.wait()

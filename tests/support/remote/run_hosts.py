@@ -25,9 +25,9 @@ def join(host: Host, head: Host, *, gpus: int) -> None:
     )
 
 
-def run_on(host: Host, folder: Path, *overrides: str, log: Path | None = None) -> Run:
+def run_on(host: Host, folder: Path, *overrides: str, config: str = "demo", log: Path | None = None) -> Run:
     """A run whose own process is on this host. `log`: a file for what it prints, instead of a pipe."""
-    words = ["-m", "learner.run", f"run.dir={folder}", "run.name=run", *overrides]
+    words = ["-m", "learner.run", "--config", config, f"run.dir={folder}", "run.name=run", *overrides]
     process = subprocess.Popen(
         host.command(sys.executable, *words), cwd=ROOT, text=True,
         stdout=subprocess.PIPE if log is None else log.open("w"), stderr=subprocess.STDOUT,
