@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(bool(missing))
     if arguments.only or arguments.model:
         rows = [row for row in rows if row.run in (arguments.only or {run.name for run in runs})]
+    if arguments.model:
+        rows = [row for row in rows if row.what != "model.path"]
     # No TemporaryDirectory: each child that was forked would remove it at its end.
     scratch = None if arguments.look or arguments.keep else Path(tempfile.mkdtemp(prefix="matrix-"))
     folder = arguments.look or arguments.keep or scratch

@@ -92,14 +92,19 @@ def test_a_refusal_is_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_shared_run_and_refusals_show_their_rows(tmp_path):
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_a_shared_run_and_refusals_show_their_rows(tmp_path, model, request):
     """In a process of its own: it forks, and must have no threads."""
-    path = tmp_path / "matrix.json"
-    command = [sys.executable, "-m", "tests.matrix", "--json", str(path), "--only", "prompts", "wandb", "mlflow"]
+    path, names = tmp_path / "matrix.json", ["prompts", "wandb", "mlflow"]
+    command = [sys.executable, "-m", "tests.matrix", "--json", str(path)]
+    if model == "smollm2":
+        names = ["prompts", "recipe-grpo"]
+        command += ["--model", str(request.getfixturevalue("smollm2"))]
     done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=2 * PATIENCE_S
-    )
+        [*command, "--only", *names], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=2 * PATIENCE_S,
+    )  # fmt: skip
     report = json.loads(path.read_text()) if path.exists() else {}
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert report.get("failed") == 0 == done.returncode, "\n".join(failed) or done.stdout[-8000:]
-    assert {row["run"] for row in report["table"]} == {"prompts", "wandb", "mlflow"} and report["rows"] > 30
+    assert {row["run"] for row in report["table"]} == set(names) and report["rows"] > 30
