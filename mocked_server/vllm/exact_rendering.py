@@ -133,10 +133,13 @@ class ExactRendering:
         tools are offered, is logged, once."""
         kwargs = chat_params.chat_template_kwargs
         if kwargs.get("tools") and not self._looked_for_tools:
+            self._looked_for_tools = True  # before others look, too
             bare = dataclasses.replace(chat_params, chat_template_kwargs={**kwargs, "tools": None})
-            with suppress(self._refusal):
+            try:
                 offered, without = [await self._text_of(list(chat.messages), each) for each in (chat_params, bare)]
-                self._looked_for_tools = True
+            except self._refusal:
+                self._looked_for_tools = False
+            else:
                 if offered == without != "":
                     logger.warning(NO_TOOLS)
         for role in ROLES:

@@ -36,6 +36,12 @@ def always(name: str, value: float) -> Effect:
     return metric(name, lambda values: all(abs(each - value) < 1e-9 for each in values))
 
 
+def warms(ended: Ended) -> str:
+    """The learning rate of three steps, the first of which is one of warm-up."""
+    rates, rate = ended.metric("learner/lr"), ended.config["learner.lr"]
+    return expect(rates == [rate / 2, rate, rate], f"learner/lr: {short(rates)}, of learner.lr={rate}")
+
+
 def absent(name: str) -> Effect:
     """The metric is in no line of a run that made steps."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.schema import LearnerConfig
-from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, prints, trains
+from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, prints, trains, warms
 from tests.matrix.inventory import NULL, SET, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
@@ -178,7 +178,7 @@ def _numbers() -> list[Row]:
         Row("learner.lora.alpha", "", lora, trains("learner.lora.alpha", 4.0)),
         Row("learner.lr", "", plain, trains("learner.lr", 1e-3)),
         Row("learner.critic_lr", "", "rounds", _other_values("learner.critic_lr", 1e-4)),
-        Row("learner.lr_warmup_steps", "", plain, all_of(_warms, trains("learner.lr_warmup_steps", 0))),
+        Row("learner.lr_warmup_steps", "", plain, all_of(warms, trains("learner.lr_warmup_steps", 0))),
         Row("learner.grad_clip", "", again, trains("learner.grad_clip", 1.0)),
         Row("learner.minibatches", "", plain, all_of(always("learner/updates", 6), trains("learner.minibatches", 1))),
         Row("learner.epochs", "", plain, trains("learner.epochs", 1)),
@@ -212,7 +212,6 @@ def _numbers() -> list[Row]:
 
 _exact = metric("policy/max_logprob_diff", lambda values: 0.0 < max(values) < 1e-4)
 _steered = moves("policy/kl_coef")
-_warms = metric("learner/lr", lambda values: 2 * values[0] == values[1] == values[2])
 
 
 def _other_values(key: str, neighbour: float) -> Effect:
