@@ -22,14 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -94,20 +92,6 @@ def lines_of(name: str) -> dict[str, list[str]]:
     return lines
 
 
-def ids_of(line: str, *, tokenizer: Any, family: Family, seed: int) -> list[int]:
-    """The line's tokens, spelled as no tokenizer would; control tokens stay whole."""
-    marks = "|".join(map(re.escape, sorted(family.marks, key=len, reverse=True)))
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    ids = list[int]()
-    for number, piece in enumerate(re.split(f"({marks})", line)):
-        ids += (
-            [tokenizer.convert_tokens_to_ids(piece)]
-            if number % 2
-            else spelled(piece, encode=encode, seed=seed + number)
-        )
-    return ids
-
-
 def stop_of(family: Family, line: str) -> str:
     """What a model of this family ends the line with. Those that end with the next role's token end calls with the tools'."""
     return "<|observation|>" if family.stop == "<|user|>" and "<tool_call>" in line else family.stop
@@ -135,7 +119,7 @@ class LineEngine:
 
         self._num_lines += 1
         line = params.extra_args[LINE]
-        ids = ids_of(line, tokenizer=self._tokenizer, family=self._family, seed=self._num_lines)
+        ids = spelled(line, tokenizer=self._tokenizer, seed=self._num_lines)
         ids.append(self._tokenizer.convert_tokens_to_ids(stop_of(self._family, line)))
         text = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         step = len(ids) if params.output_kind == RequestOutputKind.FINAL_ONLY else 2

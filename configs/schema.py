@@ -249,8 +249,9 @@ class ServerConfig(Section):
     """Processes that serve agents: an event loop carries a few hundred model calls a second. Each owns the episodes that it leases,
     which a lease says in `base_url`; the first is the run's own, the others have the ports after `port`. One that dies is started
     again."""
-    tool_parser: str | None = None
-    """A tool parser of vLLM by name (hermes, llama3_json, ...). None: tools are refused."""
+    tool_parser: Literal["auto"] | str | None = "auto"
+    """A tool parser of vLLM by name (hermes, llama3_json, ...); auto: the one that reads a call as the model's chat template writes
+    it. None, or where auto finds none: tools are refused."""
     reasoning_parser: str | None = None
     """A reasoning parser of vLLM by name (qwen3, deepseek_r1, ...). None: no reasoning content."""
     replay_match: Literal["tolerant", "strict"] = "tolerant"

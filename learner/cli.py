@@ -179,8 +179,9 @@ def import_logs(words: list[str]) -> int:
         from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
         settings = EngineSettings(
-            model_path=folder, served_name="policy", dtype="float32", server=ServerConfig(), rollout=RolloutConfig()
-        )
+            model_path=folder, served_name="policy", dtype="float32", rollout=RolloutConfig(),
+            server=ServerConfig(tool_parser=None),
+        )  # fmt: skip
         return make_renderer(make_vllm_config(make_args(settings)), strict=False, last_only=False, longest=sys.maxsize)
 
     return main(words, renderer_of=renderer_of, remedies={cause.value: remedy for cause, remedy in REMEDY.items()})

@@ -29,7 +29,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -501,7 +501,8 @@ class Pipeline:
                 evaluates=self._evaluates is not None,
             )  # fmt: skip
             args = make_args(settings)
-            return settings, args, make_vllm_config(args)
+            server = settings.server.model_copy(update={"tool_parser": args.tool_call_parser})
+            return replace(settings, server=server), args, make_vllm_config(args)
 
         if self._vllm is None:
             self._vllm = asyncio.ensure_future(asyncio.to_thread(make))
@@ -529,6 +530,10 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             settings, args, vllm_config = await self._vllm_of(model)
+            if config.server.tool_parser == "auto" and args.tool_call_parser and config.model.path != "tiny":
+                self._display.note(
+                    f"server.tool_parser={args.tool_call_parser}, which reads calls as the model's chat template writes them"
+                )
             engine = self._make_fleet(
                 vllm_config, settings, weights=weights,
                 count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
@@ -682,9 +687,11 @@ class Pipeline:
         self, stack: AsyncExitStack, loops: AgentLoopManager, *, model: Path, address: Address
     ) -> None:
         rollout = self._config.rollout
+        _, args, _ = await self._vllm_of(model)
         stack.push_async_callback(loops.close)
         await loops.start(
             model_path=str(model),
+            tool_parser=args.tool_call_parser or "hermes",
             server_url=address.url,
             worker_key=address.keys.worker,
             prompt_length=rollout.max_model_len - rollout.max_tokens,

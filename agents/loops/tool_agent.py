@@ -36,8 +36,8 @@ class ToolAgentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     tool_config_path: str
     """YAML of the tools, relative to the file that names it."""
-    format: str = "hermes"
-    """A tool parser of vLLM by name."""
+    format: str | None = None
+    """A tool parser of vLLM by name. None: the server's, or hermes."""
     max_user_turns: Annotated[int, Field(ge=1)] | None = None
     """Most turns of tool results."""
     max_assistant_turns: Annotated[int, Field(ge=1)] | None = 8
@@ -92,7 +92,8 @@ class ToolAgentLoop(AgentLoopBase):
             max_response_chars=settings.max_tool_response_length,
             truncate_side=settings.tool_response_truncate_side,
         )
-        cls.tool_parser = ToolParser.get_tool_parser(settings.format, tokenizer)
+        name = settings.format or config.actor_rollout_ref.rollout.multi_turn.format
+        cls.tool_parser = ToolParser.get_tool_parser(name, tokenizer)
         cls.settings = settings
         cls._class_initialized = True
 

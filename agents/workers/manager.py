@@ -82,7 +82,7 @@ class AgentLoopManager:
 
     async def start(
         self, *, model_path: str, server_url: str, worker_key: str, prompt_length: int, response_length: int,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, tool_parser: str = "hermes",
     ) -> None:  # fmt: skip
         """Start the workers; returns when tools and parsers of every loop are ready. Raises AgentError naming the loop's error.
 
@@ -91,6 +91,7 @@ class AgentLoopManager:
         settings = WorkerSettings(
             loops=self._loops, model_path=model_path, server_url=server_url, worker_key=worker_key,
             prompt_length=prompt_length, response_length=response_length, trust_remote_code=trust_remote_code,
+            tool_parser=tool_parser,
         )  # fmt: skip
         context = HERE if self._here else own_context({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
         self._make_actor = partial(ChildActor, context, TITLE, AgentLoopWorker, settings)

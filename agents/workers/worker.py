@@ -41,6 +41,8 @@ class WorkerSettings:
     """Tokens; what loops find in verl's configuration tree."""
     trust_remote_code: bool = False
     """Code of the model's folder is run, of its tokenizer."""
+    tool_parser: str = "hermes"
+    """A tool parser of vLLM by name, for loops that name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,9 @@ class AgentLoopWorker:
     def _make(self, name: str, *, api_key: str) -> AgentLoopBase:
         settings, arguments = self._settings, self._arguments[name]
         config = verl_config(
-            prompt_length=settings.prompt_length, response_length=settings.response_length, multi_turn=arguments
+            prompt_length=settings.prompt_length,
+            response_length=settings.response_length,
+            multi_turn={"format": settings.tool_parser, **arguments},
         )
         return self._classes[name](
             trainer_config=SimpleNamespace(config=config),

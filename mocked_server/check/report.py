@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from mocked_server.http.dialects import (
     RESPONSES,
 )
 from mocked_server.http.other_models import asked_of
+from mocked_server.vllm.tool_calls import calls_message
 
 NAMES = {
     CHAT: "OpenAI chat completions",
@@ -46,7 +47,7 @@ ENV_ANSWER = {
     "messages": [{"role": "user", "content": "Hi"}],
 }
 """Answer of the stand-in for the environment to everything; see `mocked_server.check.trial`."""
-NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
+NEEDS_PARSER = "server.tool_parser, for the tools that it offers, unless the model's chat template shows calls"
 TIMED_OUT = 124
 LAST_LINES = 4
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -148,9 +149,10 @@ def make_report(
     temperature: float,
     max_logprob_diff: float | None = None,
     stops_kept: int = 0,
+    reads_calls: bool = False,
 ) -> Report:
     """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order;
-    `stops_kept`: prompts with the stop string of the answer that they continue."""
+    `stops_kept`: prompts with the stop string of the answer that they continue; `reads_calls`: those of the user's model."""
     causes_seen = [
         BranchReport(round=number, cause=cause.value, expected=cause in EXPECTED, remedy=REMEDY[cause])
         for number, cause in enumerate(causes, 1)
@@ -177,7 +179,7 @@ def make_report(
         dialects=dict(seen.dialects),
         features=dict(seen.features),
         errors=[f"{path}: {status}: {message}" for path, status, message in seen.errors],
-        needs=[NEEDS_PARSER] if seen.features["tools"] else [],
+        needs=[NEEDS_PARSER] if seen.features["tools"] and not reads_calls else [],
         env_messages=seen.env_messages,
         advice=_advice(seen, kept=len(kept), causes=causes_seen, temperature=temperature, stops_kept=stops_kept),
     )
@@ -277,8 +279,8 @@ MAX_DEPTH = 6
 Fields = dict[str, Any]
 
 
-def line_for(path: str, fields: Fields) -> str:
-    """A tool call (as hermes writes it), an example of the requested format, or a short answer."""
+def message_for(path: str, fields: Fields) -> dict[str, Any]:
+    """A message of the model: tool calls, an example of the requested format, or a short answer."""
     asked = asked_of(path, {"messages": [], "input": "-", **fields})
     tools = _tools(asked.tools or () if asked else ())
     brings = [message.get("role") == "tool" for message in asked.messages] if asked else []
@@ -290,9 +292,15 @@ def line_for(path: str, fields: Fields) -> str:
         called = [tools[results % len(tools)]] if name is None else [tool for tool in tools if tool[0] == name]
         if results == 1 and not forced and fields.get("parallel_tool_calls") is not False:
             called = [tools[1 % len(tools)], tools[2 % len(tools)]]
-        return "\n".join(_call(tool, example(schema)) for tool, schema in called)
+        return calls_message((tool, example(schema)) for tool, schema in called)
     schema = _output_schema(fields)
-    return ANSWER if schema is None else json.dumps(example(schema))
+    return {"role": "assistant", "content": ANSWER if schema is None else json.dumps(example(schema))}
+
+
+def hermes(message: Mapping[str, Any]) -> str:
+    """The message as models write it that have no form of their own for calls, or the tiny one's."""
+    functions = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+    return "\n".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions) or str(message["content"])
 
 
 def example(schema: Any, *, root: Any = None, depth: int = 0) -> Any:
@@ -332,10 +340,6 @@ def _referred(root: Any, reference: str) -> Any:
     for word in reference.removeprefix("#/").split("/"):
         root = root.get(word) if isinstance(root, dict) else None
     return root
-
-
-def _call(name: str, arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def _tools(offered: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 Called by `mocked_server.check.__main__`. The agent is started in an empty folder, with the environment that training gives it
 and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
-`line_for`. Its environment is a stand-in.
+`message_for`. Its environment is a stand-in.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,16 @@ from buffers.training_rows import episode_rows
 from configs.child_processes import clean_environment
 from configs.model_folder import half_precision_kind, read_json
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.check.report import ENV_ANSWER, LINE, Report, TrialObservations, features_of, line_for, make_report
+from mocked_server.check.report import (
+    ENV_ANSWER,
+    LINE,
+    Report,
+    TrialObservations,
+    features_of,
+    hermes,
+    make_report,
+    message_for,
+)
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
 from mocked_server.http.gemini_requests import generation_of
@@ -53,9 +63,10 @@ LAST_BYTES = 4000
 
 
 class RequestLog:
-    """Watches the agent's requests (`model_requests.Observer`) and gives each its line."""
+    """Watches the agent's requests (`model_requests.Observer`) and gives each its line: a message, as `say` writes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[Mapping[str, Any]], str]) -> None:
+        self._say = say
         self.dialects: Counter[str] = Counter()
         self.features: Counter[str] = Counter()
         self.errors: list[tuple[str, int, str]] = []
@@ -71,7 +82,7 @@ class RequestLog:
             return
         if isinstance(fields, dict):
             self.features.update(features_of(path, fields))
-            call.extra_args[LINE] = line_for(path, fields)
+            call.extra_args[LINE] = self._say(message_for(path, fields))
 
     def failed(self, path: str, status: int, body: bytes) -> None:
         """Keep the message of an error."""
@@ -95,8 +106,8 @@ class _Noticed(logging.Handler):
 
 
 class AgentTrial:
-    """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None:
-    left out."""
+    """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None: left out.
+    `say`: how the model writes a message; `reads_calls`: its calls are read as its chat template writes them."""
 
     def __init__(
         self,
@@ -104,11 +115,13 @@ class AgentTrial:
         ledger: Ledger,
         *,
         diff_of: Callable[[Sequence[Row]], float] | None = None,
+        say: Callable[[Mapping[str, Any]], str] = hermes,
+        reads_calls: bool = False,
         environment: StandInEnvironment | None = None,
     ) -> None:
         self._server = server
         self._ledger = ledger
-        self._diff_of = diff_of
+        self._diff_of, self._say, self._reads_calls = diff_of, say, reads_calls
         self._environment = environment or StandInEnvironment()
 
     async def try_out(
@@ -125,7 +138,7 @@ class AgentTrial:
         `output`: file descriptor for what the agent prints; None: our standard error. `named`: variables of this process's
         environment that it gets besides the usual ones, as by `agents.environment`.
         """
-        notes, noticed = RequestLog(), _Noticed()
+        notes, noticed = RequestLog(self._say), _Noticed()
         self._server.model_requests.observer = notes
         await self._server.pool.put([task])
         leased = await self._server.lease_episode(wait_s=60.0)
@@ -167,6 +180,7 @@ class AgentTrial:
             temperature=RolloutConfig().temperature,
             max_logprob_diff=diff,
             stops_kept=stops_kept,
+            reads_calls=self._reads_calls,
         )
 
 
@@ -189,15 +203,13 @@ async def check(
 async def trial_server(model: Path | None = None) -> AsyncIterator[AgentTrial]:
     """A server with the model of this folder, or a tiny one, that says what `mocked_server.check.report` chose. Raises
     UnderstudyError when it does not start."""
-    from transformers import AutoTokenizer
-
     from configs.tiny_model import make_tiny_model
-    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff
+    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, OwnForm, TrialEngine, max_logprob_diff
     from mocked_server.vllm.engine import VLLMEngine
     from mocked_server.vllm.engine_arguments import EngineSettings, has_gpu, make_args, make_vllm_config
 
     with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
-        longest = MAX_LEN
+        longest, is_tiny = MAX_LEN, model is None
         if model is None:
             model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
         else:
@@ -206,10 +218,13 @@ async def trial_server(model: Path | None = None) -> AsyncIterator[AgentTrial]:
             longest = min(MAX_LEN_OF_OTHERS, positions or MAX_LEN_OF_OTHERS)
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="bfloat16" if half_precision_kind(model) else "float32",
-            server=ServerConfig(tool_parser="hermes"),
+            server=ServerConfig(),
             rollout=RolloutConfig(max_tokens=min(MAX_TOKENS, longest // 2), max_model_len=longest),
         )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
+        if not (reads_calls := args.tool_call_parser is not None):
+            settings = replace(settings, server=ServerConfig(tool_parser="hermes"))
+            args = await asyncio.to_thread(make_args, settings)
         vars(args).update(REHEARSAL_ARGUMENTS)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
         if not has_gpu():
@@ -222,7 +237,8 @@ async def trial_server(model: Path | None = None) -> AsyncIterator[AgentTrial]:
         try:
             with Ledger(None) as ledger:
                 server, _ = server_of(settings, ledger, args=args, vllm_config=vllm_config)
-                rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+                form = OwnForm(model, reads_calls=reads_calls)
+                rehearsed = TrialEngine(engine, tokenizer=form.tokenizer, stops=form.stops)
                 generation = Generation(rehearsed, queue=server.prompt_queue, episodes=server.episodes, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
@@ -231,7 +247,10 @@ async def trial_server(model: Path | None = None) -> AsyncIterator[AgentTrial]:
                         server.env_address = environment.address
                         # Computed again is float32, from which an engine in bfloat16 differs, and its routers still more.
                         diff_of = partial(max_logprob_diff, model) if settings.dtype == "float32" else None
-                        yield AgentTrial(server, ledger, diff_of=diff_of, environment=environment)
+                        yield AgentTrial(
+                            server, ledger, diff_of=diff_of, say=form, reads_calls=reads_calls and not is_tiny,
+                            environment=environment,
+                        )  # fmt: skip
                 finally:
                     await server.close()
                     await asyncio.wait({generating})

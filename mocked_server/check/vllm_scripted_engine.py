@@ -1,26 +1,30 @@
 """An engine that samples the line which `mocked_server.check.report` put into a request: vLLM's own, made to say the words.
 
-Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random length, encoded
-one by one), as a sampling model does: what depends on encoding text again is found out. Only what is sampled is forced: with
-`REHEARSAL_ARGUMENTS` the recorded log-probabilities are the model's own, so they can be compared with a learner's.
+Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (control tokens, and between them
+pieces of random length, encoded one by one), as a sampling model does: what depends on encoding text again is found out. Only what
+is sampled is forced: with `REHEARSAL_ARGUMENTS` the recorded log-probabilities are the model's own, and
+can be compared with a learner's.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from buffers.records import Row
-from mocked_server.check.report import LINE
+from configs.model_folder import read_json
+from mocked_server.check.report import LINE, hermes
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.tool_calls import said
 
 FORCED = "forced_ids"
 """Key of the tokens to sample, in the `extra_args` of a request."""
@@ -56,22 +60,55 @@ def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
     return forced
 
 
-def spelled(line: str, *, encode: Callable[[str], list[int]], seed: int) -> list[int]:
-    """Token ids of `line`, put together from pieces of random length."""
-    rng, ids, at = random.Random(seed), list[int](), 0
-    while at < len(line):
-        end = at + rng.randint(1, MAX_PIECE)
-        ids += encode(line[at:end])
-        at = end
+def spelled(line: str, *, tokenizer: Any, seed: int) -> list[int]:
+    """Token ids of `line`: its control tokens, and between them pieces of random length."""
+    rng, ids = random.Random(seed), list[int]()
+    marks = {text: number for text, number in tokenizer.get_added_vocab().items() if text.strip()}
+    each = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
+    for piece in re.split(f"({each})", line):
+        at = 0
+        if piece in marks:
+            ids.append(marks[piece])
+            continue
+        while at < len(piece):
+            end = at + rng.randint(1, MAX_PIECE)
+            ids += tokenizer.encode(piece[at:end], add_special_tokens=False)
+            at = end
     return ids
 
 
-class TrialEngine(EngineFleet):
-    """A fleet of one started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS."""
+class OwnForm:
+    """How the model in a folder says things: in its chat template's form, with the token by which it ends what it said. Calls are
+    said as hermes where the template does not show them, or `reads_calls` is false."""
 
-    def __init__(self, engine: VLLMEngine, *, tokenizer: Any) -> None:
+    def __init__(self, folder: Path, *, reads_calls: bool) -> None:
+        self._reads_calls = reads_calls
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        self.stops = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+    def __call__(self, message: Mapping[str, Any]) -> str:
+        """The text, up to its end where that is not the tokenizer's own. Of calls that the template cannot show together, the
+        first."""
+        calls = message.get("tool_calls") or ()
+        if calls and not self._reads_calls:
+            return hermes(message)
+        for shown in (message, {**message, "tool_calls": calls[:1]} if len(calls) > 1 else message):
+            text, then = said(self.tokenizer, shown)
+            if text:
+                ends = [self.tokenizer.decode(stop) for stop in self.stops]
+                return text + next((end for end in ends if then.startswith(end)), "")
+        return hermes(message)
+
+
+class TrialEngine(EngineFleet):
+    """A fleet of one started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS. `stops`: tokens of which one ends a line, where
+    it has none of them the tokenizer's own is added."""
+
+    def __init__(self, engine: VLLMEngine, *, tokenizer: Any, stops: Set[int] = frozenset()) -> None:
         super().__init__([engine])
         self._tokenizer = tokenizer
+        self._stops = stops
         self._num_lines = 0
 
     def generate(self, prompt_token_ids: list[int], params: Any, **more: Any) -> AsyncGenerator[Any, None]:
@@ -79,14 +116,11 @@ class TrialEngine(EngineFleet):
         line = (params.extra_args or {}).pop(LINE, None)
         if line is not None:
             self._num_lines += 1
-            ids = spelled(line, encode=self._encode, seed=self._num_lines)
-            params.extra_args = {**(params.extra_args or {}), FORCED: [*ids, self._tokenizer.eos_token_id]}
+            ids = spelled(line, tokenizer=self._tokenizer, seed=self._num_lines)
+            ids += [] if ids and ids[-1] in self._stops else [self._tokenizer.eos_token_id]
+            params.extra_args = {**(params.extra_args or {}), FORCED: ids}
             params.structured_outputs = None  # the line follows the schema; a grammar would change log-probabilities
         return super().generate(prompt_token_ids, params, **more)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
 
 # The proof of exactness: log-probabilities computed again by the Hugging Face model, against those that the engine recorded.

@@ -270,13 +270,14 @@ def parser_names(key: str) -> tuple[str, ...]:
 def check_parser(key: str, name: str | None) -> None:
     """Raises UnderstudyError for a parser that vLLM does not have."""
     known = parser_names(key)
-    if name and known and name not in known:
+    if name and known and name not in (*known, "auto"):
         raise UnderstudyError(f"{key} must be the name of one of vLLM's parsers, got {name!r}; {nearest(name, known)}")
 
 
 def tools_need_a_parser() -> str:
     """Why a request with tools cannot be served, and the remedy."""
     return (
-        "the request offers tools, which needs server.tool_parser (how the model writes a call), and it is not set; set it to "
+        "the request offers tools, which needs server.tool_parser (how the model writes a call), and it is null, or auto found "
+        "none that reads what the model's chat template writes; set it to "
         f"the one of the model (hermes for Qwen) of {', '.join(parser_names('server.tool_parser'))}"
     )

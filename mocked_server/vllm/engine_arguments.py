@@ -11,16 +11,17 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from buffers.errors import EngineError
-from configs.model_folder import has_mamba2
+from configs.model_folder import has_chat_template, has_mamba2
 from configs.rules import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
+from mocked_server.vllm.tool_calls import parser_of
 
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
@@ -125,6 +126,21 @@ def _with_float32_head(more: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "hf_overrides": {"head_dtype": "float32", **overrides}}
 
 
+def _tool_parser(settings: EngineSettings) -> str | None:
+    """What the user has set, or the one that reads calls as the model's chat template writes them."""
+    from transformers import AutoTokenizer
+
+    if settings.server.tool_parser != "auto":
+        return settings.server.tool_parser
+    if not has_chat_template(settings.model_path):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError, ImportError):
+        return None  # vLLM says what is wrong with it
+    return parser_of(tokenizer)
+
+
 def _owned_words(settings: EngineSettings) -> list[str]:
     rollout = settings.rollout
     words = [
@@ -145,8 +161,8 @@ def _owned_words(settings: EngineSettings) -> list[str]:
     words += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
     if rollout.tensor_parallel > 1:  # not Ray's, which would place its workers on cards of its own choice
         words += ["--distributed-executor-backend", "mp"]
-    if settings.server.tool_parser:
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
+    if parser := _tool_parser(settings):
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     if settings.server.reasoning_parser:
         words += ["--reasoning-parser", settings.server.reasoning_parser]
     kv_cache_gb = rollout.kv_cache_gb
@@ -237,7 +253,7 @@ def check_engine_args(settings: EngineSettings) -> None:
     """Raises EngineError for arguments that vLLM refuses; imports vLLM. Where the model's folder is there, its configuration is
     made as well."""
     set_process_environment()
-    args = make_args(settings)
+    args = make_args(replace(settings, server=ServerConfig(tool_parser=None)))
     if (settings.model_path / "config.json").is_file():
         logging.disable(logging.ERROR)  # vLLM logs at length what it then raises
         try:

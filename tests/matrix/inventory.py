@@ -55,7 +55,7 @@ def values_of(annotation: Any) -> list[Any]:
     if origin in (Union, types.UnionType):
         kinds = [each for each in inner if each is not type(None)]
         if len(kinds) < len(inner):
-            return [NULL, *(values_of(kinds[0]) or [SET])]
+            return [NULL, *dict.fromkeys(value for each in kinds for value in (values_of(each) or [SET]))]
         return [value for each in kinds for value in (values_of(each) or [_name_of(each)])]
     return []
 

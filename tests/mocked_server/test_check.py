@@ -20,8 +20,8 @@ from mocked_server.check.report import (
     TrialObservations,
     example,
     features_of,
-    line_for,
     make_report,
+    message_for,
 )
 from mocked_server.check.trial import AgentTrial
 from mocked_server.conversation.chat_history import EXPECTED, REMEDY, BranchCause
@@ -33,19 +33,19 @@ SUMS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": 
 TWO_TOOLS = [{"type": "function", "function": {"name": name, "parameters": SUMS}} for name in ("add", "sub")]
 
 
-def calls(line):
-    return [json.loads(part) for part in line.replace("</tool_call>", "").split("<tool_call>\n")[1:]]
+def calls(message):
+    return [call["function"] for call in message.get("tool_calls", ())]
 
 
 def test_the_model_calls_the_tools_in_turn_and_then_answers():
-    messages, lines = [{"role": "user", "content": "Hi"}], []
+    messages, said = [{"role": "user", "content": "Hi"}], []
     for _ in range(4):
-        lines.append(line_for(CHAT, {"messages": messages, "tools": TWO_TOOLS}))
+        said.append(message_for(CHAT, {"messages": messages, "tools": TWO_TOOLS}))
         messages.append({"role": "assistant"})
-        messages += [{"role": "tool"}] * max(1, len(calls(lines[-1])))
-    assert [[call["name"] for call in calls(line)] for line in lines] == [["add"], ["sub", "add"], ["add"], []]
-    assert calls(lines[0])[0]["arguments"] == {"a": 1}
-    assert lines[3] == ANSWER
+        messages += [{"role": "tool"}] * max(1, len(calls(said[-1])))
+    assert [[call["name"] for call in calls(message)] for message in said] == [["add"], ["sub", "add"], ["add"], []]
+    assert calls(said[0])[0]["arguments"] == {"a": 1}
+    assert said[3]["content"] == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_model_calls_the_tools_in_turn_and_then_answers():
     ],
 )
 def test_every_dialect_has_its_own_tools_and_choices(path, fields, names):
-    assert [call["name"] for call in calls(line_for(path, fields))] == names
+    assert [call["name"] for call in calls(message_for(path, fields))] == names
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,10 @@ def test_an_example_of_a_type_that_contains_itself_ends():
 
 def test_a_structured_answer_follows_its_schema():
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUMS}}
-    assert line_for(CHAT, {"response_format": wanted}) == '{"a": 1}'
-    assert line_for(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": SUMS}}}) == '{"a": 1}'
+    assert message_for(CHAT, {"response_format": wanted})["content"] == '{"a": 1}'
+    assert (
+        message_for(RESPONSES, {"text": {"format": {"type": "json_schema", "schema": SUMS}}})["content"] == '{"a": 1}'
+    )
 
 
 def test_features_are_named():

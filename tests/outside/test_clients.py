@@ -204,7 +204,11 @@ def test_what_is_trained_of_an_imported_session_are_the_ids_that_the_ledger_reco
         pytest.skip("atif-make needs Python 3.12")
     python = python_with("atif-make", "atif-make==0.10.0", base=newer)
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(vllm_scripted_engine, "spelled", lambda line, *, encode, seed: encode(line))
+    monkeypatch.setattr(
+        vllm_scripted_engine,
+        "spelled",
+        lambda line, *, tokenizer, seed: tokenizer.encode(line, add_special_tokens=False),
+    )
     _, trial = rehearsal
     monkeypatch.setattr(trial, "_diff_of", None)
     rounds = []

@@ -41,7 +41,9 @@ class ScriptedServer:
 def make_loop(loop_class: Any, *, server: ScriptedServer, tokenizer: Any, room: int = 4096, **arguments: Any) -> Any:
     """A loop as the worker makes it, its class set up anew."""
     fresh = type(loop_class.__name__, (loop_class,), {"_class_initialized": False})
-    config = verl_config(prompt_length=room // 2, response_length=room - room // 2, multi_turn=arguments)
+    config = verl_config(
+        prompt_length=room // 2, response_length=room - room // 2, multi_turn={"format": "hermes", **arguments}
+    )
     return fresh(
         trainer_config=SimpleNamespace(config=config),
         server_manager=server,

@@ -178,15 +178,13 @@ def _judged() -> list[Run]:
         ),
         Run(
             name="parsers",
-            settings={
-                **JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1,
-            },
+            settings={**JUDGED, "server.reasoning_parser": "qwen3", "agents.processes": 1},
             files=fates("tools", "two rounds"),
             environment=notes,
         ),
         Run(
             name="no-parsers",
-            settings={**JUDGED, "agents.processes": 1},
+            settings={**JUDGED, "server.tool_parser": None, "agents.processes": 1},
             files=fates("tools", "two rounds", "forced"),
             environment=notes,
         ),
@@ -200,8 +198,11 @@ def _judged() -> list[Run]:
         ),
         Run(
             name="strict",
-            settings={**JUDGED, "server.replay_match": "strict", "server.reasoning_parser": "qwen3", "agents.processes": 1},
-            files=fates("two rounds"),
+            settings={
+                **JUDGED, "server.replay_match": "strict", "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3",
+                "agents.processes": 1,
+            },
+            files=fates("tools", "two rounds"),
             environment=notes,
         ),
     ]  # fmt: skip
