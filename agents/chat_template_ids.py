@@ -95,10 +95,13 @@ def _closing(tokenizer: Any, *, tools: Sequence[Any] | None) -> str:
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None, prompt: bool) -> str:
+    shown = copy.deepcopy(list(messages))
+    if not re.search("[\"']developer[\"']", str(getattr(tokenizer, "chat_template", ""))):  # as vLLM for others' agents
+        shown = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in shown]
     try:
         return str(
             tokenizer.apply_chat_template(
-                copy.deepcopy(list(messages)),
+                shown,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
                 tokenize=False,

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from agents.chat_template_ids import tail_ids
+from agents.chat_template_ids import opening_ids, tail_ids
 from benchmarks.chat_families import Family, Refused, _with_object
 from benchmarks.learner import TRL
 from buffers.errors import AgentError, RequestRefused
@@ -174,6 +174,10 @@ def test_no_message_is_lost_and_nothing_is_repeated(templates: Mapping[str, Ship
 class Tokenizer(Renderer):
     """As an agent loop has one."""
 
+    @property
+    def chat_template(self) -> str:
+        return self._family.template
+
     def apply_chat_template(self, messages: Any, *, tools: Any, tokenize: bool, **kwargs: Any) -> str:
         try:
             return self._family.render(messages, **kwargs)
@@ -201,6 +205,18 @@ def test_an_agent_loop_goes_on_after_the_token_with_which_the_model_stopped(temp
             with suppress(AgentError):
                 assert FACT in tokenizer.decode(tail_ids(tokenizer, [RESULT], tools=None, after=None)), name
     assert refused == set()
+
+
+def test_an_agent_loop_opens_with_what_a_developer_says(templates: Mapping[str, Shipped]) -> None:
+    refused = set[str]()
+    for name, family in templates.items():
+        tokenizer = Tokenizer(family)
+        opening = [{"role": "developer", "content": FACT}, USER]
+        try:
+            assert FACT in tokenizer.decode(opening_ids(tokenizer, opening, tools=None)), name
+        except AgentError:
+            refused.add(name)
+    assert refused <= {"gemma", "gemma2"}
 
 
 def test_sft_trains_answers_in_full_up_to_the_token_that_ends_them(templates: Mapping[str, Shipped]) -> None:
