@@ -1,4 +1,4 @@
-"""What `.ci/run` starts: `python -m tests.ci [--load N] [--stops]`.
+"""What `.ci/run` starts: `python -m tests.ci [--load N] [--stops] [STAGE ...]`.
 
 Three stages: `make check` (where it is red, nothing else is begun), `make test` and `make test-long`. Ends with a line for
 each, and exit code 1 where one failed.
@@ -7,6 +7,7 @@ each, and exit code 1 where one failed.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ci", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside the tests")
     parser.add_argument("--stops", action="store_true", help="stop processes of the tests at random for 0.2 to 2.5 s")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="these only: check, test, test-long")
     arguments = parser.parse_args(argv)
+    stages = [stage for stage in STAGES if stage.name in arguments.stages or not arguments.stages]
+    # A shell's background has it ignored, and so would everything that the tests start, and stop by Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     machine = machine_speed()
     say(
         f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms, "
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if machine["free_gib"] < LEAST_FREE_GIB:
         parser.exit(1, f"the tests need {LEAST_FREE_GIB} GiB of free disk in {tempfile.gettempdir()}\n")
     disturbance = partial(disturbed, load=arguments.load, stops=arguments.stops)
-    results = run_stages(STAGES, root=ROOT, disturbed=disturbance)
+    results = run_stages(stages, root=ROOT, disturbed=disturbance)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
