@@ -48,8 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="these only: check, test, test-long")
     arguments = parser.parse_args(argv)
     stages = [stage for stage in STAGES if stage.name in arguments.stages or not arguments.stages]
-    # A shell's background has it ignored, and so would everything that the tests start, and stop by Ctrl-C.
+    # A shell's background and nohup have them ignored, and so would everything have that the tests start and end by them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: None)
     machine = machine_speed()
     say(
         f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms, "

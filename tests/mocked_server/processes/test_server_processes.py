@@ -29,7 +29,11 @@ HELLO = [{"role": "user", "content": "Hello."}]
 def two(tiny_model: Path) -> Iterator[ServerThread]:
     """The run's own process (0) and one more (1)."""
     thread = ServerThread(
-        tiny_model, rollout=RolloutConfig(max_tokens=96, max_model_len=4096), processes=2, pool={"deadline_s": 600.0}
+        tiny_model,
+        rollout=RolloutConfig(max_tokens=96, max_model_len=4096),
+        processes=2,
+        tool_parser=None,
+        pool={"deadline_s": 600.0},
     )
     thread.start()
     yield thread
