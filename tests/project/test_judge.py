@@ -65,21 +65,21 @@ def none_of_the_judges_tokens_is_trained(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", ["absolute", "ranking"])
 def test_a_judge_that_is_right_slow_wrong_and_broken_fails_episodes_and_not_the_run(tmp_path: Path, mode: str) -> None:
-    with judging("right,right,right,right,right,nonsense,right,slow,broken,broken,broken") as url:
+    with judging("right,slow,right,right,right,right,nonsense,right,broken,broken,broken") as url:
         run = judged(
             tmp_path,
             {"url": url},
             f"data.judge.mode={mode}",
-            "data.judge.timeout_s=3",
+            "data.judge.timeout_s=2",
             "agents.max_attempts=30",
-            "run.steps=3",
+            "run.steps=12",
         )
         code, output = run.wait()
     assert code == 0, output
     scores = {score for (score,) in ask(run, "SELECT DISTINCT score FROM episode WHERE state = 'scored'")}
     assert scores <= ({0.0, 1.0} if mode == "absolute" else {n / 6 for n in range(7)} | {0.5})
     reasons = {reason for (reason,) in ask(run, "SELECT DISTINCT reason FROM episode WHERE reason LIKE 'scorer%'")}
-    assert any("no verdict" in reason for reason in reasons) and any("timeout_s=3" in reason for reason in reasons), (
+    assert any("no verdict" in reason for reason in reasons) and any("timeout_s=2" in reason for reason in reasons), (
         reasons
     )
     assert sum(figures(run, "judge/failed")) > 0 and set(figures(run, "judge/agreement_truth")) == {1.0}
