@@ -93,11 +93,10 @@ class OwnForm:
         calls = message.get("tool_calls") or ()
         if calls and not self._reads_calls:
             return hermes(message)
-        for shown in (message, {**message, "tool_calls": calls[:1]} if len(calls) > 1 else message):
-            text, then = said(self.tokenizer, shown)
-            if text:
-                ends = [self.tokenizer.decode(stop) for stop in self.stops]
-                return text + next((end for end in ends if then.startswith(end)), "")
+        ends = [self.tokenizer.decode(stop) for stop in self.stops]
+        for shown in (message, {**message, "tool_calls": calls[:1]}):
+            if (told := said(self.tokenizer, shown))[0]:
+                return told[0] + next((end for end in ends if told[1].startswith(end)), "")
         return hermes(message)
 
 

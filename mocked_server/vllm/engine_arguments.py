@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from buffers.errors import EngineError
-from configs.model_folder import has_chat_template, has_mamba2
+from configs.model_folder import has_mamba2
 from configs.rules import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
@@ -132,8 +132,6 @@ def _tool_parser(settings: EngineSettings) -> str | None:
 
     if settings.server.tool_parser != "auto":
         return settings.server.tool_parser
-    if not has_chat_template(settings.model_path):
-        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError, ImportError):

@@ -1,6 +1,6 @@
 """How a model calls tools: as its chat template writes it, which one of vLLM's parsers reads.
 
-Used by `mocked_server.vllm.engine_arguments` where `server.tool_parser` is not set, and by `mocked_server.check`, which says calls
+Used by `mocked_server.vllm.engine_arguments` where `server.tool_parser` is auto, and by `mocked_server.check`, which says calls
 in the model's own form. Seam relied on (checked by tests/outside/test_chat_templates.py): `ToolParserManager`, and a parser's
 `extract_tool_calls(text, request)`.
 """
@@ -29,7 +29,7 @@ TOOL = {
         },
     },
 }  # fmt: skip
-REFUSES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+REFUSES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 """What a chat template raises for messages that it does not take, and what a parser does for a text of another form."""
 
 
@@ -41,19 +41,20 @@ def parser_of(tokenizer: Any) -> str | None:
     from vllm.tool_parsers import ToolParserManager
 
     names = ToolParserManager.list_registered()
-    logging.disable(logging.ERROR)  # vLLM logs what a parser does not read
+    logger = logging.getLogger("vllm.tool_parsers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it tells of what a parser does not read
     try:
         return next((name for name in (*FIRST, *names) if name in names and _reads(name, tokenizer, text)), None)
     finally:
-        logging.disable(logging.NOTSET)
+        logger.setLevel(level)
 
 
 def calls_message(calls: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """The message of a model that makes these calls: names, and arguments."""
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     made = [
-        {"id": f"call{number:05d}", "type": "function", "function": function}  # nine letters and digits, as Mistral's
-        for number, function in enumerate(functions)
+        {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)  # ids of nine letters and digits, as Mistral's
     ]
     return {"role": "assistant", "content": "", "tool_calls": made}
 
@@ -61,6 +62,10 @@ def calls_message(calls: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def said(tokenizer: Any, message: Mapping[str, Any], *, tools: Sequence[Any] | None = None) -> tuple[str, str]:
     """The text that a model says for this message after a user's words, as its chat template writes it, without reasoning; and the
     text that ends it: what the template writes then. Both empty where it does not show the message."""
+    if not getattr(
+        tokenizer, "chat_template", None
+    ):  # Mistral's own, in code, shows no conversation that ends with an answer
+        return "", ""
     calls = message.get("tool_calls") or ()
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": WORD}
@@ -102,5 +107,5 @@ def _reads(name: str, tokenizer: Any, text: str) -> bool:
     try:
         read = ToolParserManager.get_tool_parser(name)(tokenizer, tools).extract_tool_calls(text, request).tool_calls
         return [(call.function.name, json.loads(call.function.arguments)) for call in read] == [(NAME, ARGUMENTS)]
-    except (*REFUSES, RuntimeError, AssertionError, ImportError):
+    except (*REFUSES, AssertionError, ImportError):
         return False

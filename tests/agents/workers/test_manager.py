@@ -202,16 +202,26 @@ def test_what_is_no_loop_is_refused(target, says):
         loop_class(LoopSpec(name="x", target=target))
 
 
-def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "tool_config_path"),
+        ({"tool_config_path": "tools.yaml"}, "did you mean 'hermes'"),  # the run's, as the loop names none
+        ({"tool_config_path": "tools.yaml", "format": "xlom"}, "did you mean 'xlam'"),
+    ],
+)
+def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played, tmp_path, given, says):
     served, _ = played
+    (tmp_path / "tools.yaml").write_text("tools: [{function: agents.tools.shipped.calculator.calculator}]")
+    arguments = {name: str(tmp_path / value) if name == "tool_config_path" else value for name, value in given.items()}
     manager = AgentLoopManager(
-        [LoopSpec(name="x", target="agents.loops.tool_agent.ToolAgentLoop", arguments={})], num_workers=1
+        [LoopSpec(name="x", target="agents.loops.tool_agent.ToolAgentLoop", arguments=arguments)], num_workers=1
     )
-    with pytest.raises(AgentError, match="tool_config_path"):
+    with pytest.raises(AgentError, match=says):
         wait(
             served,
             manager.start(
                 model_path=str(tiny_model), server_url="http://127.0.0.1:9", worker_key="", prompt_length=1,
-                response_length=1,
+                response_length=1, tool_parser="hermez",
             ),
         )  # fmt: skip

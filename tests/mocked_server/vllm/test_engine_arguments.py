@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from vllm.config import ModelConfig
 
 from buffers.errors import EngineError
@@ -179,3 +183,27 @@ def test_an_engine_takes_its_share_of_a_card(tmp_path, monkeypatch, beside_rank,
 def test_an_engine_on_a_cpu_is_on_one(tmp_path):
     with pytest.raises(EngineError, match=r"rollout.tensor_parallel must be 1 without a GPU, got 2"):
         make_args(settings(tmp_path, tensor_parallel=2))
+
+
+def test_a_template_that_shows_no_calls_or_fails_gives_no_tool_parser(tiny_model, tmp_path):
+    assert make_args(settings(tiny_model)).tool_call_parser == "hermes"
+    off = replace(settings(tiny_model), server=ServerConfig(tool_parser=None))
+    assert make_args(off).tool_call_parser is None and not make_args(off).enable_auto_tool_choice
+    for number, template in enumerate(("{{ messages[0].content }}", "{{ 1 // 0 }}", "{% for", "{{ f() }}")):
+        folder = tmp_path / str(number)
+        shutil.copytree(tiny_model, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        assert make_args(settings(folder)).tool_call_parser is None, template
+
+
+def test_mistrals_own_tokenizer_gives_no_tool_parser(tiny_model, tmp_path):
+    """It has its template in code, which refuses to end with an answer by an exception of its own."""
+    import mistral_common
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    shutil.copy(Path(mistral_common.__file__).parent / "data" / "tekken_240911.json", folder / "tekken.json")
+    fields = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert type(AutoTokenizer.from_pretrained(folder)).__name__ == "MistralCommonBackend"
+    assert make_args(settings(folder)).tool_call_parser is None
