@@ -62,9 +62,7 @@ def calls_message(calls: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def said(tokenizer: Any, message: Mapping[str, Any], *, tools: Sequence[Any] | None = None) -> tuple[str, str]:
     """The text that a model says for this message after a user's words, as its chat template writes it, without reasoning; and the
     text that ends it: what the template writes then. Both empty where it does not show the message."""
-    if not getattr(
-        tokenizer, "chat_template", None
-    ):  # Mistral's own, in code, shows no conversation that ends with an answer
+    if not getattr(tokenizer, "chat_template", None):  # Mistral's is code, and takes no chat that ends with an answer
         return "", ""
     calls = message.get("tool_calls") or ()
     results = [
