@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from starlette.types import Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from buffers.errors import EpisodeError, RequestRefused, UnderstudyError
 from buffers.ledger.batches import WAS_FORGOTTEN
@@ -287,17 +287,15 @@ class LiveSessions:
         )
         return await self._resume(user, found[0]) if found else None
 
-    async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool:
+    async def watch(self, call: Call, scope: Scope, body: bytes, *, receive: Receive, send: Send) -> bool:
         """Have the other model answer a request of a session that it answers. False: it is down, and the session that begins is the
         policy's. Raises Failure before anything was sent."""
         live, known = call.live, self._open.get(call.live.episode_id)
         if self.watching is None or (known is None and live.is_recorded):
             raise Failure(409, "another model has begun this session, and is not asked any more; begin another session")
-        session = None if known is None else known.session
+        session, user = (None, "") if known is None else (known.session, known.user.name)
         try:
-            await self.watching.answer(
-                call, scope, body, session=session, user="" if known is None else known.user.name, send=send
-            )
+            await self.watching.answer(call, scope, body, session=session, user=user, receive=receive, send=send)
         except Failure as failure:
             is_left_out = is_down(failure) and self.watching.can_be_left_out
             if known is None or session is None or not (is_left_out and self.watching.is_untouched(live.episode_id)):

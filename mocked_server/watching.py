@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from starlette.types import Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from buffers.disk import replacing, why_refused
 from buffers.ledger.ledger import Ledger
@@ -122,7 +122,7 @@ class Watching:
     # What is asked and said
 
     async def answer(
-        self, call: Call, scope: Scope, body: bytes, *, user: str, session: Session | None, send: Send
+        self, call: Call, scope: Scope, body: bytes, *, user: str, session: Session | None, receive: Receive, send: Send
     ) -> None:
         """Pass a request on, and record what is said; nothing of no session. Raises Failure before anything was sent."""
         path: str = scope["path"]
@@ -144,8 +144,8 @@ class Watching:
         self._counts["requests"] += 1
         try:
             await self.upstream.answer(
-                call, path, body, send=send, headers=scope["headers"], query=scope.get("query_string", b""), most=MOST_KEPT_BYTES,
-                on_whole=keep,
+                call, path, body, receive=receive, send=send, headers=scope["headers"], query=scope.get("query_string", b""),
+                most=MOST_KEPT_BYTES, on_whole=keep,
             )  # fmt: skip
         except Refused as failure:
             self._counts["slow" if failure.status == 504 else "down" if is_down(failure) else "refused"] += 1

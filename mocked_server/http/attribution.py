@@ -40,6 +40,7 @@ from mocked_server.http.dialects import (
     route_of,
     spoken,
 )
+from mocked_server.http.request_limits import unless_gone
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, ChooseByBody, current_call
 
@@ -228,17 +229,8 @@ class Forward:
             await send({"type": "websocket.close"})
             return
         self.count += 1
-        sent = asyncio.Event()
-        relaying = asyncio.create_task(self._relay(scope, _body(receive, sent), send))
-        gone = asyncio.create_task(_hung_up(receive, sent))
-        try:
-            await asyncio.wait({relaying, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            relaying.cancel()
-            await asyncio.wait({relaying, gone})
-        if not relaying.cancelled():
-            relaying.result()
+        read = asyncio.Event()
+        await unless_gone(receive, self._relay(scope, _body(receive, read), send), read=read)
 
     async def close(self) -> None:
         """End the connections that are kept."""
@@ -281,8 +273,8 @@ class Forward:
         )
 
 
-async def _body(receive: Receive, sent: asyncio.Event) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; `sent` once all of it was taken."""
+async def _body(receive: Receive, read: asyncio.Event) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; `read` once all of it was taken."""
     try:
         while True:
             message = await receive()
@@ -293,11 +285,4 @@ async def _body(receive: Receive, sent: asyncio.Event) -> AsyncGenerator[bytes, 
             if not message.get("more_body", False):
                 return
     finally:
-        sent.set()
-
-
-async def _hung_up(receive: Receive, sent: asyncio.Event) -> None:
-    """Returns when the client has gone. It reads nothing before the body was taken."""
-    await sent.wait()
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        read.set()

@@ -78,7 +78,7 @@ class Observer(Protocol):
 class Sessions(Protocol):
     """`mocked_server.live_sessions.LiveSessions`."""
 
-    async def watch(self, call: Call, scope: Scope, body: bytes, *, send: Send) -> bool: ...
+    async def watch(self, call: Call, scope: Scope, body: bytes, *, receive: Receive, send: Send) -> bool: ...
     def is_private(self, value: Any) -> bool: ...
 
 
@@ -129,7 +129,7 @@ class ModelRequests:
                 call.by_chat = chosen
         if call.live.is_watched and self._sessions is not None:
             reply = _Reply(call, send)
-            if await self._sessions.watch(call, scope, body, send=reply.take):
+            if await self._sessions.watch(call, scope, body, receive=receive, send=reply.take):
                 await self._end(reply, path)
                 return
             call.generates = False
@@ -137,7 +137,7 @@ class ModelRequests:
             body = await call.apart(self._roles.settle, call, body)
             if (upstream := self._roles.upstream_of(call.role)) is not None:
                 reply = _Reply(call, send)
-                await upstream.answer(call, path, body, send=reply.take)
+                await upstream.answer(call, path, body, receive=receive, send=reply.take)
                 await self._end(reply, path)
                 return
         if (failure := await call.apart(refused, path, body)) is not None:

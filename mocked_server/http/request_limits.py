@@ -12,9 +12,9 @@ Answers that are kept for retries bound themselves (`client_retries`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +22,7 @@ from mocked_server.conversation.live_episodes import EpisodeMemory
 from mocked_server.http.dialects import Failure
 from mocked_server.request_context import LARGE_BYTES
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Most bytes of a model call, or of tasks that are added."""
 MAX_EPISODE_ROUTE_BYTES = 1024 * 1024
@@ -141,6 +142,26 @@ def replaying(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], *, read: asyncio.Event | None = None) -> T | None:
+    """The outcome of `work`; None when the client hangs up before: then it is cancelled, as nobody would get it. `read`: set once
+    the work has read the body; None: it is read already."""
+
+    async def hung_up() -> None:
+        if read is not None:
+            await read.wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.wait({working, gone})
+    return None if working.cancelled() else working.result()
 
 
 def check_shape(body: bytes, *, max_containers: int | None = None) -> None:

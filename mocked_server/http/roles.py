@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import httpx2
-from starlette.types import Send
+from starlette.types import Receive, Send
 
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.outgoing import CONNECT_S, ROLE, AnswerRefused, Outgoing
@@ -40,6 +40,7 @@ from mocked_server.http.dialects import (
 )
 from mocked_server.http.other_models import ENDS, events_of, objects_of
 from mocked_server.http.request_fields import fields_of
+from mocked_server.http.request_limits import unless_gone
 from mocked_server.request_context import Call, Role
 
 MAX_SHOWN_CHARS = 80
@@ -142,12 +143,13 @@ class Upstream:
         await self._http.aclose()
 
     async def answer(
-        self, call: Call, path: str, body: bytes, *, send: Send, headers: Headers = (), query: bytes = b"",
+        self, call: Call, path: str, body: bytes, *, receive: Receive, send: Send, headers: Headers = (), query: bytes = b"",
         on_whole: Callable[[dict[str, Any], bytes], Awaitable[None]] | None = None, most: int = MAX_KEPT_BYTES,
     ) -> None:  # fmt: skip
         """Ask the other server, and pass on what it says as it comes: of a stream whole events. Raises Refused before anything was
         sent. `headers`, `query`: of the request; of the headers those in `TOLD` are passed on. `on_whole`: given the request's
-        fields and up to `most` bytes of a whole answer, before the last of it leaves; None: it is recorded as the call's role."""
+        fields and up to `most` bytes of a whole answer, before the last of it leaves; None: it is recorded as the call's role. When
+        the client hangs up, so does this request, and nothing is recorded."""
         who = self._who or f"the server of role {call.role.name}"
         fields = await call.apart(fields_of, body)
         if fields is None or path not in PASSED_ON:
@@ -157,15 +159,8 @@ class Upstream:
         passing = _Passing(send, most=most, is_stream=bool(fields.get("stream")))
         try:
             request = await self._request(call, path, fields, headers=headers, query=query)
-            response = await self._http.send(request, stream=True)
-            try:
-                if response.status_code >= httpx2.codes.BAD_REQUEST:
-                    raise self._refusal(response, await response.aread(), who=who)
-                await passing.begin(response)
-                async for chunk in response.aiter_bytes():
-                    await passing.take(chunk)
-            finally:
-                await response.aclose()
+            if not await unless_gone(receive, self._pass_on(request, passing, who=who)):
+                return None
         except httpx2.HTTPError as error:
             cause = str(error) if isinstance(error, AnswerRefused) else type(error).__name__
             why = f"{who} gave no {'whole ' if passing.has_begun else ''}answer ({cause})"
@@ -181,6 +176,19 @@ class Upstream:
             return await self._break_off(passing, Refused(502, f"{who} gave no whole answer (its stream ended)"), path)
         await (on_whole or partial(self._keep, call, path))(fields, bytes(passing.kept))
         await passing.end()
+
+    async def _pass_on(self, request: httpx2.Request, passing: _Passing, *, who: str) -> bool:
+        """True: all of the answer came. Raises Refused."""
+        response = await self._http.send(request, stream=True)
+        try:
+            if response.status_code >= httpx2.codes.BAD_REQUEST:
+                raise self._refusal(response, await response.aread(), who=who)
+            await passing.begin(response)
+            async for chunk in response.aiter_bytes():
+                await passing.take(chunk)
+        finally:
+            await response.aclose()
+        return True
 
     async def _break_off(self, passing: _Passing, failure: Failure, path: str) -> None:
         """An answer that has begun ends with an error where it is a stream, else without its end: its client sees it break off."""

@@ -25,10 +25,9 @@ libraries count in this process is not on the page, and nothing is kept between 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -53,9 +52,9 @@ from buffers.tasks.task_pool import PoolClosed
 from mocked_server.fleet.engine_watch import kv_share
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.dialects import RETRY_AFTER_S, kind_of
+from mocked_server.http.request_limits import unless_gone
 from mocked_server.keys import KeyRing
 
-T = TypeVar("T")
 MAX_WAIT_S = 60.0
 MAX_INDEX = 1 << 31
 MAX_ROLE_CHARS = 64
@@ -227,7 +226,7 @@ def build_app(service: EpisodeService) -> FastAPI:
         x_server_process: Annotated[int, Header(ge=0)] = 0,
     ) -> Response:
         lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
-        leased = await _unless_gone(request, lease)
+        leased = await unless_gone(request.receive, lease)
         return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
 
     @app.post("/scores", dependencies=[its_scorer])
@@ -328,22 +327,6 @@ class _Unauthorized(UnderstudyError):
 
 
 STATUS_OF[_Unauthorized] = 401
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Its outcome; None when the client hangs up before: then it is cancelled, as its result could not be delivered."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        gone.cancel()
-        working.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

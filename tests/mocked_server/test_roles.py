@@ -25,12 +25,15 @@ from tests.support.server_parts import ServerThread
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
 KEY = "sk-of-the-judge"
 BREAK_OFF = "Break off."
+NEVER_END = "Never end."
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
     """An OpenAI-compatible server of somebody else."""
 
     asked: ClassVar[list[tuple[str, dict[str, Any], dict[str, str]]]] = []
+    left: ClassVar[threading.Event] = threading.Event()
+    """Who asked for what never ends has hung up."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -48,6 +51,11 @@ class Judge(http.server.BaseHTTPRequestHandler):
         missing = 10 if body["messages"][0]["content"] == BREAK_OFF else 0
         self.send_header("content-length", str(len(answer) + missing))
         self.end_headers()
+        if body["messages"][0]["content"] == NEVER_END:
+            self.wfile.write(answer[: len(answer) // 2].encode())
+            self.rfile.read(1)
+            self.left.set()
+            return
         self.wfile.write(answer.encode())
 
     def log_message(self, *_: Any) -> None:
@@ -145,6 +153,24 @@ def test_an_answer_that_breaks_off_is_no_answer_that_ended(server: ServerThread)
         list(client.with_options(max_retries=0).chat.completions.create(model="judge", messages=asked, stream=True))
     client.chat.completions.create(model="solver", messages=HELLO)
     assert [stored.role for stored in server.stored(episode)] == ["solver"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_ends_the_request_to_a_model_of_others(server: ServerThread, stream: bool) -> None:
+    Judge.asked.clear()
+    Judge.left.clear()
+    episode, client = server.lease()
+    body = {"model": "judge", "messages": [{"role": "user", "content": NEVER_END}], "stream": stream}
+    url = f"{server.server.base_url}/v1/chat/completions"
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {client.api_key}"}, timeout=PATIENCE_S) as asking:
+        answer = asyncio.create_task(asking.post(url, json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            while not Judge.asked:
+                await asyncio.sleep(0.01)
+        assert not answer.done()
+        answer.cancel()
+    assert await asyncio.to_thread(Judge.left.wait, PATIENCE_S)
+    assert server.stored(episode) == []
 
 
 def test_text_that_is_no_unicode_is_passed_on_and_recorded(server: ServerThread) -> None:

@@ -72,7 +72,7 @@ def test_a_judge_that_is_right_slow_wrong_and_broken_fails_episodes_and_not_the_
             f"data.judge.mode={mode}",
             "data.judge.timeout_s=2",
             "agents.max_attempts=30",
-            "run.steps=12",
+            "run.steps=8",
         )
         code, output = run.wait()
     assert code == 0, output
