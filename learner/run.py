@@ -110,7 +110,6 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         dry_run(config, gpus=arguments.gpus)
         return 0
     config = checked_config(config, resume=arguments.resume)
-    print("understudy: loading torch and vLLM, which takes 5 to 20 s ...", flush=True)
 
     from configs.fork_server import imports_kept
 
@@ -138,6 +137,7 @@ def checked_config(config: Config, *, resume: str, learns: bool = True) -> Confi
     # Read when torch is imported. Threads that wait would keep their cores busy, and take them from those that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     in_fork(lambda: check_inputs(config, resume=resume, learns=learns))
+    print("understudy: reading the model, loading torch and vLLM, which takes 5 to 30 s ...", flush=True)
     local = local_config(config)
     in_fork(lambda: check_models(local, resume=resume))
     return local

@@ -306,7 +306,8 @@ def test_a_tracker_that_does_not_answer_holds_up_neither_the_run_nor_another_one
     with Tracker(tmp_path, trackers=[name, "tensorboard"], warn=told.append) as tracker:
         for step in range(1, 31):
             tracker.log(step, {"reward/mean": 0.5})
-            tracker.threads["tensorboard"].steps.join()
+            for takes_steps in ("tensorboard", *([name] if call == "end" else [])):
+                tracker.threads[takes_steps].steps.join()
     late = [0] if call == "end" else [9, 10]  # 20 wait; one may have been taken
     assert any(told[-1].endswith(f"{name} ({1 + number} times)") for number in late), told
     assert any(line.startswith(f"{name} has not taken all figures yet") for line in told)
