@@ -111,6 +111,7 @@ def test_each_seed_is_kept_and_the_mean_is_null_where_one_has_no_figure(
     assert [one["sdpo_steps_ratio"] for one in report["seeds"]] == [0.5, None]
 
 
+@pytest.mark.seconds
 def test_sessions_are_counted_from_a_real_import(tmp_path: Path) -> None:
     found = data.imported(Runs(folder=tmp_path, seed=0), number=20)
     assert found["import_sessions_per_s"] > 0 and found["import_atif_sessions_per_s"] > 0
@@ -154,6 +155,7 @@ def test_a_scripted_judge_errs_as_often_as_it_is_told(errs: float) -> None:
     assert said == ({"answer_1": 10, "answer_2": 0} if errs == 0.0 else {"answer_1": 0, "answer_2": 10})
 
 
+@pytest.mark.seconds
 def test_the_streams_are_the_papers_losses_and_a_wrong_clip_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(largest_difference(seed=0, batches=2).values()) <= 1e-6
     right = objectives.LOSSES["ppo"].compute

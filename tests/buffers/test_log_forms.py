@@ -78,6 +78,7 @@ def read(record: Any) -> Session:
     return checked(found, causes=Counter())
 
 
+@pytest.mark.seconds
 @given(sessions())
 @settings(max_examples=300, deadline=None)
 def test_chat_messages_and_atif_give_back_what_was_written(session: Session) -> None:
@@ -85,6 +86,7 @@ def test_chat_messages_and_atif_give_back_what_was_written(session: Session) -> 
     assert read(to_atif(session)) == session
 
 
+@pytest.mark.seconds
 @given(sessions(), st.data())
 @settings(deadline=None)
 def test_ids_and_log_probabilities_stand_with_the_answer_that_they_are_of(session: Session, data: Any) -> None:
@@ -109,6 +111,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.seconds
 @given(st.dictionaries(st.sampled_from(KEYS), ANYTHING, min_size=1))
 @settings(max_examples=1500, deadline=None)
 def test_a_record_is_a_conversation_or_has_a_cause_whatever_it_holds(record: dict[str, Any]) -> None:

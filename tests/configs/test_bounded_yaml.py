@@ -58,6 +58,7 @@ def test_a_value_of_an_override_is_refused_in_one_line(value: str) -> None:
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
 
 
+@pytest.mark.seconds
 def test_names_and_aliases_of_people_are_read(tmp_path: Path) -> None:
     text = "a: &a {x: 1, y: [1, 2]}\nb: *a\nc: {<<: *a, x: 2}\ne: 1:30\n"
     assert parse_yaml(text) == {

@@ -105,6 +105,7 @@ def test_nothing_is_written_where_nothing_was_found(
     assert re.search(r"at least one row|not there", capsys.readouterr().err) and [*tmp_path.glob("*out*")] == []
 
 
+@pytest.mark.seconds
 def test_it_says_what_a_template_shows_and_where_play_could_not_go_on(
     source: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +132,7 @@ def test_it_says_what_a_template_shows_and_where_play_could_not_go_on(
     assert "--model must be the folder of a model with a chat template" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_run_s_folder_is_a_source(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()

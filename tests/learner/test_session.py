@@ -95,6 +95,7 @@ async def raises(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("error", [ZeroDivisionError("by nothing"), KeyError("policy/kl_ref")])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_defect_leaves_summary_picture_and_the_way_to_go_on_and_then_its_traceback(

@@ -188,6 +188,7 @@ def test_a_request_that_comes_while_its_silent_session_is_put_away_is_recorded(t
         server.stop()
 
 
+@pytest.mark.seconds
 def test_a_session_goes_on_over_a_restart_of_the_server(tmp_path, tiny_model):
     users, sessions, key, history = tmp_path / "live", [], "", [*HELLO]
     for _ in range(2):

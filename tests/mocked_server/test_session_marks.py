@@ -197,6 +197,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 def test_nothing_that_is_sent_raises():
     draw = random.Random(7)
     for _ in range(1000):

@@ -34,6 +34,8 @@ from tests.support.patience import PATIENCE_S
 from tests.support.scripted_upstream import KEY, asked_of, scripted_upstream
 from tests.support.server_parts import ServerThread
 
+pytestmark = pytest.mark.seconds
+
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 TOOL: Any = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": PARAMETERS}}

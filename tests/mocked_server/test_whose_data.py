@@ -269,6 +269,7 @@ for part in ("sk-a", "eyJ-", "eyJaaaaaaaaaaaa.eyJ", "-----BEGIN PRIVATE KEY-----
 """
 
 
+@pytest.mark.seconds
 def test_a_long_text_is_looked_through_once() -> None:
     """Where each of many beginnings looks through all that follows, this takes hours."""
     subprocess.run([sys.executable, "-c", LONG], check=True, cwd=ROOT, timeout=PATIENCE_S)

@@ -199,6 +199,7 @@ def test_the_watched_modules_and_their_tests_are_there() -> None:
     check_explained(read_explained(ROOT / "tests" / "mutants" / "explained.toml"), mutants)
 
 
+@pytest.mark.seconds
 def test_the_command_line_counts_the_mutants_of_a_module() -> None:
     command = [sys.executable, "-m", "tests.mutants", "--list", "--module", "training_rows"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -51,6 +51,7 @@ def test_the_dockerfile_names_our_command_extras_and_no_root():
     assert "tini" in dockerfile.apt_packages(steps())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", [["venv", "tpu"], ["venv", "cpu", "nosuchextra"]])
 def test_the_setup_refuses_what_it_does_not_know(tmp_path, words):
     done = subprocess.run(

@@ -373,6 +373,7 @@ def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
     assert "model.path" in told and words in told
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_that_is_not_there_is_named_and_nothing_is_moved_aside(tmp_path):
     (tmp_path / "run").mkdir()
     code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005"), imports=True).wait()

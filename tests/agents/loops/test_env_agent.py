@@ -148,6 +148,7 @@ async def test_an_environment_that_fails_ends_the_episode_with_the_short_reason(
     assert str(failure.value) == reason
 
 
+@pytest.mark.seconds
 async def test_hundreds_of_episodes_have_an_environment_each(tokenizer):
     """Each looks for the number of its own seed, by halving."""
     names = {"Higher.": 1, "Lower.": -1}

@@ -113,6 +113,7 @@ def test_a_run_that_is_killed_at_any_time_draws_what_an_undisturbed_one_draws(
         play.ledger.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("rule", "least"), [("thompson", 0.6), ("pass_rate", 0.15)])
 def test_the_task_of_which_half_pass_is_drawn_most_until_its_scores_are_old(
     tmp_path: Path, rule: Rule, least: float

@@ -109,6 +109,7 @@ async def test_a_puller_that_is_killed_is_started_again(sync: WeightSync) -> Non
     assert ranks.bases.count(None) == 1
 
 
+@pytest.mark.seconds
 async def test_a_puller_that_dies_of_each_call_ends_in_an_error(sync: WeightSync) -> None:
     (sync.folder / "pulled" / ".no-folder").touch()  # where it starts it removes folders of this kind
     with pytest.raises(WeightsError, match=r"the puller of the weights must pull .* but died 3 times"):

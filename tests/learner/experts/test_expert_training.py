@@ -72,6 +72,7 @@ def test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_ha
     assert nothing["policy/router_agreement"] == 0.0, "nobody recorded any"
 
 
+@pytest.mark.seconds
 def test_a_row_that_an_engine_computed_is_computed_with_its_experts(mixture: Path, tmp_path: Path) -> None:
     own, other = (recorded(branching_batch(), tmp_path / str(shift), shift=shift).rows[0] for shift in (0, 1))
     found = {}

@@ -141,6 +141,7 @@ def test_a_role_that_says_nothing_keeps_its_weights_and_stops_no_other(model: Pa
         assert trainer.versions() == {"scout": 3, "runner": 0} and "policy/grad_norm" not in nobody
 
 
+@pytest.mark.seconds
 def test_the_rows_of_a_role_wait_until_they_are_of_enough_groups(model: Path) -> None:
     with one_policy(model) as trainer:
         rows = [replace(row, role="") for row in said_by("runner", seed=5)]

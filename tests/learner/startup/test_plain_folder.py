@@ -83,6 +83,7 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path) -> None:
         made(tmp_path / "no.gguf", tmp_path / "model")
 
 
+@pytest.mark.seconds
 async def test_a_model_without_a_chat_template_is_told_of_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
     """Agents may send text or token ids, so that it is no error."""
     (copied(tiny_model, tmp_path / "source") / "chat_template.jinja").unlink()

@@ -98,6 +98,7 @@ def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.Mo
             ray_cluster.find_node(name)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("named", "says"),
     [

@@ -74,6 +74,7 @@ def test_another_template_goes_through(tmp_path: Path, template: str) -> None:
     check_template(tmp_path, key="model.path")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [

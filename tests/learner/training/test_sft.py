@@ -88,6 +88,7 @@ def test_a_separate_critic_starts_from_what_was_learned(trainer: Trainer) -> Non
     assert all(bool((policy[name] == critic[name]).all()) for name in policy)
 
 
+@pytest.mark.seconds
 def test_an_update_goes_on_from_a_checkpoint_bit_for_bit(model: Path, tmp_path: Path) -> None:
     rows = [row(*STEM, 1, 2, 3, trains=3), row(*STEM, 4, trains=1, conversation=1)]
     with begun(model) as trainer:

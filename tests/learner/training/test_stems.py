@@ -82,6 +82,7 @@ def test_no_rows_are_stems_too() -> None:
     assert len(micro.before) == len(micro.index) == 0 and micro.stems.of_rows.tolist() == [0]
 
 
+@pytest.mark.seconds
 @settings(max_examples=100, deadline=None)
 @given(
     groups=st.lists(

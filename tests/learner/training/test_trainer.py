@@ -26,6 +26,8 @@ from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
 from tests.support.weights.published_weights import published
 
+pytestmark = pytest.mark.seconds
+
 MakeTrainer = Callable[..., Trainer]
 
 
