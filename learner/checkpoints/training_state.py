@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from learner.checkpoints.store import COUNTERS
-from learner.model.fsdp import HostAdamW, Shards, on_host
+from learner.model.fsdp import HostAdamW, Shards, is_alone, on_host
 
 COPY, RANDOM = "copy", "random"
 """First parts of the names of kept weight copies and of random states."""
@@ -91,7 +92,8 @@ def save(
         steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
     )
     try:
-        dcp.save(state, storage_writer=_Writer(folder, counters=counters))
+        with warnings.catch_warnings(action="ignore"):  # that there is one process, of `no_dist`
+            dcp.save(state, storage_writer=_Writer(folder, counters=counters), no_dist=is_alone())
     except CheckpointException as error:  # which is no Exception
         raise next(failure for failure, _ in error.failures.values()) from None
 
@@ -170,7 +172,8 @@ def load(
         state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, policy, shards=shards)
-    dcp.load(state, storage_reader=_Reader(folder))
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(state, storage_reader=_Reader(folder), no_dist=is_alone())
     _set_random_states(state, rank=rank)
     return counters, copies
 

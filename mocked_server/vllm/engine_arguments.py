@@ -23,6 +23,9 @@ from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.tool_calls import parser_of
 
+CPU_BLOCK, SMALL_BLOCK = 128, 32
+"""Tokens of a block of the cache on a CPU, vLLM's and ours. Only whole blocks are shared: with vLLM's, the members of a group each
+compute a prompt of 45 tokens, and each round of a conversation up to 127 tokens once more."""
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
 TORCHVISION = "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -234,7 +237,11 @@ def make_vllm_config(args: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
 
     try:
-        return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        cache, model = config.cache_config, config.model_config
+        if cache.block_size == CPU_BLOCK and not (cache.user_specified_block_size or has_gpu() or model.is_hybrid):
+            cache.block_size = SMALL_BLOCK
+        return config
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
             raise EngineError(

@@ -123,20 +123,23 @@ READS = """
 import os, pathlib, sys
 from configs.load import load_config
 from learner.run import checked_config
-checked_config(load_config(pathlib.Path(sys.argv[1]), ["run.dir=" + sys.argv[2]]), resume="")
-print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
+checked_config(load_config(pathlib.Path(sys.argv[1]), sys.argv[2:]), resume="")
+print(os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
 """
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("said", ["", "active"])
-def test_threads_that_wait_for_each_other_leave_their_cores_to_the_rest(tmp_path: Path, said: str) -> None:
-    """The variable counts if it is there when torch is imported."""
+@pytest.mark.parametrize(("said", "lag", "counts"), [("", 1, "passive"), ("active", 1, "active"), ("", 0, "None")])
+def test_threads_that_wait_for_each_other_leave_their_cores_to_the_rest(
+    tmp_path: Path, said: str, lag: int, counts: str
+) -> None:
+    """The variable counts if it is there when torch is imported. Where engine and learner take turns there is no rest."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": said} if said else {}
-    words = [sys.executable, "-c", READS, str(ROOT / "configs" / "demo.yaml"), str(tmp_path)]
+    words = [sys.executable, "-c", READS, str(ROOT / "configs" / "demo.yaml"), f"run.dir={tmp_path}"]
+    words.append(f"buffer.max_policy_lag={lag}")
     told = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert told.split()[-2:] == [said or "passive", "False"]
+    assert told.split()[-2:] == [counts, "False"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Lfm2Config
 from vllm.config import ModelConfig
 
 from buffers.errors import EngineError
@@ -54,6 +54,21 @@ def test_prefix_caching_is_off_for_mamba2_without_a_gpu_and_stays_what_a_user_sa
     assert make_args(settings(tmp_path, engine_args={"enable-prefix-caching": True})).enable_prefix_caching is True
     monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
     assert make_args(settings(tmp_path)).enable_prefix_caching is not False
+
+
+def test_the_cache_of_a_cpu_has_small_blocks_where_vllm_takes_them(tiny_model, tmp_path, monkeypatch):
+    """Only whole blocks are shared. Those of a hybrid follow from its states."""
+
+    def block(folder, **given):
+        return make_vllm_config(make_args(settings(folder, **given))).cache_config.block_size
+
+    assert (block(tiny_model), block(tiny_model, engine_args={"block_size": 64})) == (32, 64)
+    hybrid = shutil.copytree(tiny_model, tmp_path / "hybrid")
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "hidden_size": 64, "vocab_size": 512}
+    Lfm2Config(**layers, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128).save_pretrained(hybrid)
+    fields = json.loads((hybrid / "config.json").read_text()) | {"architectures": ["Lfm2ForCausalLM"]}
+    (hybrid / "config.json").write_text(json.dumps(fields))
+    assert block(hybrid) == 128
 
 
 def test_experts_are_recorded_by_vllm_on_a_gpu_and_by_us_on_a_cpu(tiny_model, monkeypatch):
