@@ -92,7 +92,7 @@ def save(
         steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
     )
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there is one process, of `no_dist`
+        with warnings.catch_warnings(action="ignore"):  # `no_dist` has it say so
             dcp.save(state, storage_writer=_Writer(folder, counters=counters), no_dist=is_alone())
     except CheckpointException as error:  # which is no Exception
         raise next(failure for failure, _ in error.failures.values()) from None
