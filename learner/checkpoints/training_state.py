@@ -92,7 +92,7 @@ def save(
         steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
     )
     try:
-        with warnings.catch_warnings(action="ignore"):  # `no_dist` has it say so
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # `no_dist` has it say so
             dcp.save(state, storage_writer=_Writer(folder, counters=counters), no_dist=is_alone())
     except CheckpointException as error:  # which is no Exception
         raise next(failure for failure, _ in error.failures.values()) from None
@@ -172,7 +172,7 @@ def load(
         state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, policy, shards=shards)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(state, storage_reader=_Reader(folder), no_dist=is_alone())
     _set_random_states(state, rank=rank)
     return counters, copies

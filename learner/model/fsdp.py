@@ -119,8 +119,8 @@ def _reduced(values: Tensor, how: Any) -> Tensor:
 
 
 def is_alone() -> bool:
-    """One rank asks nobody: gloo's threads would copy with OpenMP threads of their own, and where there are more of those than
-    cores, OpenMP's threads sleep whenever they wait: an update takes a sixth longer."""
+    """Whether there is one rank, which asks nobody: gloo's threads would copy with OpenMP threads of their own, and where there are
+    more of those than cores, OpenMP's threads sleep whenever they wait, so that an update takes a sixth longer."""
     return bool(dist.get_world_size() == 1)
 
 

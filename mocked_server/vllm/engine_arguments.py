@@ -239,7 +239,8 @@ def make_vllm_config(args: Namespace) -> Any:
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         cache, model = config.cache_config, config.model_config
-        if cache.block_size == CPU_BLOCK and not (cache.user_specified_block_size or has_gpu() or model.is_hybrid):
+        has_own = model.is_hybrid or model.is_attention_free or model.use_mla
+        if cache.block_size == CPU_BLOCK and not (cache.user_specified_block_size or has_own or has_gpu()):
             cache.block_size = SMALL_BLOCK
         return config
     except (ValueError, TypeError, NotImplementedError, OSError) as error:

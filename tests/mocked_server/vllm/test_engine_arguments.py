@@ -56,7 +56,7 @@ def test_prefix_caching_is_off_for_mamba2_without_a_gpu_and_stays_what_a_user_sa
     assert make_args(settings(tmp_path)).enable_prefix_caching is not False
 
 
-def test_the_cache_of_a_cpu_has_small_blocks_where_vllm_takes_them(tiny_model, tmp_path, monkeypatch):
+def test_the_cache_of_a_cpu_has_small_blocks_where_vllm_takes_them(tiny_model, tmp_path):
     """Only whole blocks are shared. Those of a hybrid follow from its states."""
 
     def block(folder, **given):
