@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from product import multiply
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -33,7 +34,7 @@ def score(answer: str, truth: str) -> float:
 
 def rewards(completions: list[Any], truth: list[str], **_: Any) -> list[float]:
     """What TRL asks: a reward for each completion, which is a list of one message."""
-    return [score(messages[-1]["content"], text) for messages, text in zip(completions, truth, strict=True)]
+    return [score(messages[-1].get("content") or "", text) for messages, text in zip(completions, truth, strict=True)]
 
 
 class Clock(TrainerCallback):
@@ -56,6 +57,9 @@ class Clock(TrainerCallback):
 
     def _validate(self, model: Any) -> None:
         tasks, texts = self._arguments.test, []
+        self._began = time.perf_counter()
+        if not tasks:
+            return
         for start in range(0, len(tasks), 64):
             batch = self._tokenizer.apply_chat_template(
                 [task["prompt"] for task in tasks[start : start + 64]], add_generation_prompt=True, tokenize=True,
@@ -81,6 +85,7 @@ def settings(arguments: SimpleNamespace, *, folder: str) -> GRPOConfig:
         gradient_accumulation_steps=answers // arguments.micro_batch,
         num_generations=arguments.group_size,
         max_completion_length=arguments.max_tokens,
+        max_tool_calling_iterations=arguments.tool_calls or None,
         temperature=1.0,
         learning_rate=arguments.lr,
         lr_scheduler_type="constant",
@@ -116,10 +121,19 @@ def main() -> None:
         train_dataset=Dataset.from_list(arguments.train),
         processing_class=tokenizer,
         callbacks=[clock],
+        tools=[multiply] if arguments.tool_calls else None,
     )
     trainer.train()
     means = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    figures = {"step_s": clock.seconds, "rewards": means, "validation": clock.validation}
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "reward" in entry]
+    calls = [entry.get("tools/call_frequency", 0.0) for entry in trainer.state.log_history if "reward" in entry]
+    figures = {
+        "step_s": clock.seconds,
+        "rewards": means,
+        "validation": clock.validation,
+        "mean_length": lengths,
+        "calls": calls,
+    }
     out.write_text(json.dumps(figures), encoding="utf-8")
 
 
