@@ -2,17 +2,17 @@
 
 `python -m benchmarks.peers [--steps 20] [--seeds 0] [--micro-batches 8 16] [--json PATH]`. The model and its tasks are those of
 `understudy demo --real` (env_adapters/smollm2.py); both sides have all cores, and TRL its own environment (benchmarks.learner's).
-TRL plays two steps with each micro-batch size first, and then whole runs with the one that is fastest; its memory is of the one
-that takes least. Each side validates every `--every` steps with one greedy answer for each task, which is not counted in its time.
+Of several micro-batch sizes TRL plays three steps with each first, and then whole runs with the one that is fastest; its memory is
+of the one that takes least. Each side validates every `--every` steps with one greedy answer for each task, which is not counted in its time.
 
 `--tool`: products in place of sums, by a tool that multiplies, in episodes of two answers and more: TRL's `tools` and our
 `tool_agent`, with Qwen 2.5's chat template as TRL ships it. Both begin with the weights that six updates of SFT on 60 such
 conversations made here, without which there is nothing to score. Nothing is validated; the mean score of a step's episodes is that
 of the weights before it. With `--json` the scores over the time are also drawn, beside it.
 
-Figures: `step_vs_trl`, the median step's time, theirs over ours; `time_to_target_vs_trl`, the same of the time until a validation
-reached `--target`; `peak_memory_vs_trl`, ours over theirs, the largest proportional set size (PSS) of all processes, seen once a
-second. A side that did not reach the target has `null`. Invariant: sides run one after the other, never together.
+Figures: `step_vs_trl`, the median step's time, theirs over ours; `time_to_target_vs_trl`, the same of the time until a score is at
+`--target`; `peak_memory_vs_trl`, ours over theirs, the largest proportional set size (PSS; shared pages count once) of all
+processes. A side that did not reach the target has `null`. Invariant: sides run one after the other, never together.
 
 Tried on two cores without a GPU, and not here: verl 0.9.1 ("Total available GPUs 0 is less than total desired GPUs 1") and OpenRLHF
 0.11.2 (needs flash-attn, whose build needs CUDA); by reading, Trinity-RFT 0.6.0 ("only support cuda for now"), prime-rl 0.8.0.
@@ -28,10 +28,10 @@ import random
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +40,7 @@ import psutil
 from matplotlib.figure import Figure
 from transformers.utils import get_json_schema
 
+from agents.tools.function_tool import FunctionTool
 from benchmarks.harness import ROOT, call, metric_lines, parser_of, play, run_to_end, whole_run
 from benchmarks.learner import trl_python
 from benchmarks.rivals.product import multiply
@@ -51,6 +52,10 @@ from learner.startup.model_and_tasks import plain_folder
 TRL_SIDE = ROOT / "benchmarks" / "rivals" / "trl_grpo_side.py"
 RATE, GROUPS, GROUP_SIZE = 1e-5, 8, 8
 TOOL_CALLS, NUM_PRODUCTS, NUM_SHOWN = 2, 700, 60
+NUMBERS = range(11, 100)
+SCHEMAS = (get_json_schema(multiply), FunctionTool(multiply).get_openai_tool_schema().as_openai())
+"""The tool as each side tells of it: of 135 million weights that were shown one form, half as many can answer the other."""
+PAIRS = random.Random(0).sample([(a, b) for a in NUMBERS for b in NUMBERS], len(NUMBERS) ** 2)
 LIMIT_S = 4 * 3600.0
 
 
@@ -68,6 +73,27 @@ class Subject:
     """What our runs are told besides."""
 
 
+def product_task(a: int, b: int) -> Task:
+    """A question for an agent with the tool `multiply`."""
+    prompt = [
+        {"role": "system", "content": "Multiply with the tool. Then say the product alone."},
+        {"role": "user", "content": f"What is {a} times {b}?"},
+    ]
+    key, truth = f"{a}x{b}", str(a * b)
+    return Task(task_id=key, data_source="product", prompt=prompt, ground_truth=truth, extra_info={}, agent_name=None)
+
+
+def shown_product(a: int, b: int, *, tool: dict[str, Any] = SCHEMAS[0]) -> dict[str, Any]:
+    """A demonstration of it."""
+    function = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": str(a * b)},
+        {"role": "assistant", "content": str(a * b)},
+    ]
+    return {"messages": [*product_task(a, b).prompt, *said], "tools": [tool]}
+
+
 def sums(made: Path, *, model: Path) -> Subject:
     """One answer each, with SmolLM2's own template, which has no tools."""
     return Subject(model=model, train=made / "train.parquet", test=made / "test.parquet", max_tokens=64)
@@ -80,26 +106,10 @@ def products(folder: Path, *, model: Path) -> Subject:
     wheel = trl_python(log=folder / "install").parents[1]
     (template,) = wheel.glob("lib/python*/site-packages/trl/chat_templates/qwen2_5.jinja")
     shutil.copy(template, plain / "chat_template.jinja")
-    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100)]
-    random.Random(0).shuffle(pairs)
-    prompts = [
-        [{"role": "system", "content": "Multiply with the tool. Then say the product alone."},
-         {"role": "user", "content": f"What is {a} times {b}?"}]
-        for a, b in pairs
-    ]  # fmt: skip
-    tasks = [
-        Task(task_id=f"{a}x{b}", data_source="product", prompt=prompt, ground_truth=str(a * b), extra_info={}, agent_name=None)
-        for (a, b), prompt in zip(pairs[:NUM_PRODUCTS], prompts, strict=False)
-    ]  # fmt: skip
-    write_tasks(folder / "products.parquet", tasks)
-    with (folder / "shown.jsonl").open("w", encoding="utf-8") as file:
-        for (a, b), prompt in [*zip(pairs, prompts, strict=True)][NUM_PRODUCTS : NUM_PRODUCTS + NUM_SHOWN]:
-            function = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
-            said = [
-                {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
-                {"role": "tool", "tool_call_id": "c", "content": str(a * b)}, {"role": "assistant", "content": str(a * b)},
-            ]  # fmt: skip
-            file.write(json.dumps({"messages": [*prompt, *said], "tools": [get_json_schema(multiply)]}) + "\n")
+    write_tasks(folder / "products.parquet", [product_task(*pair) for pair in PAIRS[:NUM_PRODUCTS]])
+    shown = zip(PAIRS[NUM_PRODUCTS : NUM_PRODUCTS + NUM_SHOWN], cycle(SCHEMAS), strict=False)
+    lines = [json.dumps(shown_product(*pair, tool=tool)) for pair, tool in shown]
+    (folder / "shown.jsonl").write_text("\n".join(lines), encoding="utf-8")
     tool, loops = {"function": f"{multiply.__module__}.multiply"}, folder / "loops.yaml"
     (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}), encoding="utf-8")
     loop = {"name": "tool_agent", "tool_config_path": "tools.yaml", "max_assistant_turns": TOOL_CALLS + 1}
@@ -115,7 +125,8 @@ def products(folder: Path, *, model: Path) -> Subject:
 
 
 class PeakMemory:
-    """The largest PSS of the processes below one of ours, in MiB."""
+    """The largest PSS of the processes below one of ours, in MiB. To find it halts what is measured for up to a tenth of a second,
+    so it is looked up only where their resident memory has grown."""
 
     def __init__(self) -> None:
         self.mib = 0.0
@@ -138,13 +149,15 @@ class PeakMemory:
         self._pid = pid
 
     def _watch(self) -> None:
+        most = 0.0
         while not self._over.wait(1.0):
-            if self._pid:
-                self.mib = max(self.mib, _pss(self._pid) / 2**20)
+            if self._pid and (resident := _memory(self._pid, lambda process: process.memory_info().rss)) > most:
+                most = 1.005 * resident
+                self.mib = max(self.mib, _memory(self._pid, lambda process: process.memory_full_info().pss) / 2**20)
 
 
-def _pss(pid: int) -> int:
-    """Bytes of a process and all below it; shared pages count once."""
+def _memory(pid: int, look: Callable[[psutil.Process], int]) -> int:
+    """Bytes of a process and all below it."""
     try:
         parent = psutil.Process(pid)
         processes = [parent, *parent.children(recursive=True)]
@@ -153,7 +166,7 @@ def _pss(pid: int) -> int:
     total = 0
     for process in processes:
         try:
-            total += process.memory_full_info().pss
+            total += look(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has just ended
     return total
@@ -218,9 +231,15 @@ def time_to(run: dict[str, Any], target: float) -> float | None:
 def figures(
     own: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]], *, target: float
 ) -> dict[str, Any]:
-    """What is compared: medians over the runs of all seeds. A process's first step is left out of step times: it warms up."""
+    """What is compared: medians over the runs of all seeds. A process's first step is left out of step times, as it warms up, and
+    so is the one after a validation, with which ours overlaps."""
     step_s = {
-        side: median(second for run in runs for second in run["step_s"][1:])
+        side: median(
+            second
+            for run in runs
+            for number, second in enumerate(run["step_s"])
+            if number and number not in dict(run["validation"])
+        )
         for side, runs in (("ours", own), ("trl", theirs))
         if runs
     }
@@ -261,13 +280,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     model = plain_folder(made / smollm2.MODEL, to=folder / "model", dtype="float32", say=print)
     subject = products(folder, model=model) if arguments.tool else sums(made, model=model)
     tried: list[dict[str, Any]] = []
-    for micro_batch in arguments.micro_batches:
+    sizes: list[int] = arguments.micro_batches
+    for micro_batch in sizes if len(sizes) > 1 else ():
         tried.append(trl(folder, subject, micro_batch=micro_batch, seed=0, steps=3, every=4))
         print(
             f"TRL, micro-batches of {micro_batch}: steps of {tried[-1]['step_s']} s, {tried[-1]['peak_mib']:,.0f} MiB"
         )
         yield {"trl_tried": tried}
-    fastest = min(tried, key=lambda run: median(run["step_s"][1:]))["micro_batch"]
+    fastest = min(tried, key=lambda run: median(run["step_s"][1:]))["micro_batch"] if tried else sizes[0]
     own: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
     for seed in arguments.seeds:
@@ -280,7 +300,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
         scores = theirs[-1]["validation"] or theirs[-1]["rewards"]
         print(f"TRL, seed {seed}: {median(theirs[-1]['step_s'][1:]):.1f} s a step, score {scores}", flush=True)
         runs = {"ours": own, "trl": theirs}
-        yield {"trl_tried": tried, "runs": runs, **figures(own, theirs, tried, target=arguments.target)}
+        yield {"trl_tried": tried, "runs": runs, **figures(own, theirs, tried or theirs, target=arguments.target)}
         if arguments.json is not None:
             picture(runs, to=arguments.json.with_suffix(".png"), target=arguments.target)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
-from buffers.records import Task
+from benchmarks.peers import NUM_PRODUCTS, NUM_SHOWN, PAIRS, product_task, shown_product
 from buffers.tasks.parquet import write_tasks
 from env_adapters import smollm2
 from learner.startup.model_and_tasks import plain_folder
@@ -24,7 +21,6 @@ from tests.outside.test_clients import CLIENTS, FRAMEWORKS, MAX_DRIFT
 pytestmark = [pytest.mark.slow, pytest.mark.outside, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-INSTRUCTIONS = "Multiply with the tool. Then say the product alone."
 TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}{% if message.role == 'system' %}
@@ -37,30 +33,7 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 """SmolLM2's own has no tools. Most that have some show how to call one."""
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "multiply",
-        "description": "Multiply two whole numbers.",
-        "parameters": {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}},
-    },
-}
-STEPS, NUM_TASKS, NUM_SHOWN = 8, 700, 60
-
-
-def prompt(a: int, b: int) -> list[dict[str, str]]:
-    return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": f"What is {a} times {b}?"}]
-
-
-def demonstrations(pairs: list[tuple[int, int]]) -> Iterator[list[dict[str, Any]]]:
-    for a, b in pairs:
-        call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
-        yield [
-            *prompt(a, b),
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": call}]},
-            {"role": "tool", "tool_call_id": "c", "content": str(a * b)},
-            {"role": "assistant", "content": str(a * b)},
-        ]
+STEPS = 8
 
 
 def test_a_real_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
@@ -68,20 +41,9 @@ def test_a_real_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
     made = smollm2.make(tmp_path / "data" / "smollm2")
     model = plain_folder(made / smollm2.MODEL, to=tmp_path / "model", dtype="float32", say=print)
     (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100)]
-    random.Random(0).shuffle(pairs)
-    tasks = [
-        Task(
-            task_id=f"{a}x{b}", data_source="product", prompt=prompt(a, b), ground_truth=str(a * b), extra_info={},
-            agent_name=None,
-        )
-        for a, b in pairs[:NUM_TASKS]
-    ]  # fmt: skip
-    write_tasks(tmp_path / "train.parquet", tasks)
-    shown = demonstrations(pairs[NUM_TASKS : NUM_TASKS + NUM_SHOWN])
-    (tmp_path / "shown.jsonl").write_text(
-        "".join(json.dumps({"messages": each, "tools": [TOOL]}) + "\n" for each in shown)
-    )
+    write_tasks(tmp_path / "train.parquet", [product_task(*pair) for pair in PAIRS[:NUM_PRODUCTS]])
+    shown = [json.dumps(shown_product(*pair)) for pair in PAIRS[NUM_PRODUCTS : NUM_PRODUCTS + NUM_SHOWN]]
+    (tmp_path / "shown.jsonl").write_text("\n".join(shown), encoding="utf-8")
     python = python_with("frameworks", *FRAMEWORKS)
     command = [str(python), str(CLIENTS / "frameworks" / "calculator_agent.py")]
     words = [
