@@ -3,7 +3,8 @@
 `python -m benchmarks.peers [--steps 20] [--seeds 0] [--micro-batches 8 16] [--json PATH]`. The model and its tasks are those of
 `understudy demo --real` (env_adapters/smollm2.py); both sides have all cores, and TRL its own environment (benchmarks.learner's).
 Of several micro-batch sizes TRL plays three steps with each first, and then whole runs with the one that is fastest; its memory is
-of the one that takes least. Each side validates every `--every` steps with one greedy answer for each task, which is not counted in its time.
+of the one that takes least. Each side validates every `--every` steps with one greedy answer for each task, which is not counted in
+its time; ours are played beside the next step's episodes, of which a few seconds are then not counted either.
 
 `--tool`: products in place of sums, by a tool that multiplies, in episodes of two answers and more: TRL's `tools` and our
 `tool_agent`, with Qwen 2.5's chat template as TRL ships it. Both begin with the weights that six updates of SFT on 60 such

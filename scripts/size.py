@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
 BESIDE = ("benchmarks", "scripts")
-MOST, MOST_WITH_BENCHMARKS = 63_120, 71_860
+MOST, MOST_WITH_BENCHMARKS = 63_120, 72_000
 """Lines of the product, and of all Python but the tests. A change that raises one says in CHANGELOG what it bought."""
 
 
