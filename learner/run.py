@@ -134,10 +134,10 @@ def checked_config(config: Config, *, resume: str, learns: bool = True) -> Confi
     """`local_config`, of a configuration that can be used. `learns` false: an evaluation. Raises UnderstudyError."""
     from learner.startup.input_check import in_fork
 
-    # Read when torch is imported. Threads that wait keep their cores busy for a moment, and would take them from those that they
-    # wait for; where engines and learner take turns, nobody else wants them.
-    if config.buffer.max_policy_lag > 0:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Read when torch is imported. A thread that waits for others spins for some 20 us, as long as most gaps between products are,
+    # and then sleeps. By default it spins for milliseconds, and takes its core from those that it waits for.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     in_fork(lambda: check_inputs(config, resume=resume, learns=learns))
     print("understudy: reading the model, loading torch and vLLM, which takes 5 to 30 s ...", flush=True)
     local = local_config(config)
